@@ -1,0 +1,424 @@
+// head.hpp - the head: arena plan, prior, predict, update, in reading order. METHOD.md has the mathematics.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <new>
+
+#include "kbt.h"
+#include "linear.hpp"
+#include "measurement.hpp"
+#include "relu.hpp"
+
+struct kbt_head {
+  kbt_config cfg;
+  kbt_counters counters;
+  std::uint64_t samples;
+  std::int32_t predicted_rows;  // rows whose forward pass lies in the scratch, waiting to be observed
+};
+
+namespace kbt {
+
+// Hands out aligned pieces of one block of memory. Without a base it only counts, so that the plan which measures is the
+// plan which lays out.
+class Arena {
+ public:
+  explicit Arena(void *base) : base_(static_cast<unsigned char *>(base)) {}
+
+  template <class T>
+  T *take(Index count) {
+    constexpr std::size_t kAlign = KBT_ARENA_ALIGN, kMax = std::numeric_limits<std::size_t>::max() / 2;
+    const std::size_t limit = kMax / sizeof(T);
+    if (count < 0 || static_cast<std::size_t>(count) > limit) overflow_ = true;
+    const std::size_t bytes = overflow_ ? 0 : (static_cast<std::size_t>(count) * sizeof(T) + kAlign - 1) / kAlign * kAlign;
+    if (used_ > kMax - bytes) overflow_ = true;
+    T *piece = base_ != nullptr && !overflow_ ? reinterpret_cast<T *>(base_ + used_) : nullptr;
+    if (!overflow_) used_ += bytes;
+    return piece;
+  }
+  bool overflow() const { return overflow_; }
+  std::size_t used() const { return used_; }
+
+ private:
+  unsigned char *base_;
+  std::size_t used_ = 0;
+  bool overflow_ = false;
+};
+
+template <class T>
+class Head : public kbt_head {
+ public:
+  // ---- arena -------------------------------------------------------------------------------------------------------
+
+  // Lays the head out behind itself. With arena.base == nullptr only the sizes are computed.
+  void plan(const kbt_config &config, Arena &arena) {
+    cfg = config;
+    const Index rows = cfg.max_rows, rank = rows * outputs();
+    for (Index i = 0; i < layers(); ++i) {
+      Linear<T> &layer = layers_[i];
+      layer.w.shape(cfg.widths[i], cfg.widths[i + 1], cfg.covariance, static_cast<T>(cfg.prior_var[i]));
+      layer.w.mean = arena.take<T>(layer.w.mean_count());
+      layer.w.d = arena.take<T>(layer.w.d_count());
+      layer.w.u = arena.take<T>(layer.w.u_count());
+      layer.z = arena.take<T>(rows * layer.w.M1);
+      layer.F = arena.take<T>(layer.w.projection_count(rows));
+      relu_[i].gates = arena.take<T>(rows * layer.w.stride);
+      spread_[i] = arena.take<T>(rows * layer.w.stride);
+      adjoint_[i] = arena.take<T>((1 + rank) * rows * layer.w.stride);
+    }
+    noise_ = arena.take<T>(noise_capacity());
+    call_noise_ = arena.take<T>(noise_capacity());
+    target_ = arena.take<T>(rank);
+
+    Index cov[2] = {0, 0}, u = 0, series = 0, vector = 0, inner = 0, step = 0, H = 0, Q = 0, B = 0;
+    const auto at_least = [](Index &x, Index y) { x = x < y ? y : x; };
+    at_least(cov[1], input_cov(nullptr, rows).dense ? rows * inputs() * rows * inputs() : rows * rows * inputs());
+    for (Index i = 0; i < layers(); ++i) {
+      const Linear<T> &layer = layers_[i];
+      at_least(cov[i % 2], Cov<T>::count(dense_output(i), rows, layer.w.n, layer.w.stride));
+      at_least(u, rows * layer.w.stride);
+      at_least(series, Relu<T>::series_count(rows, layer.w.stride, cfg.relu_order));
+      at_least(vector, layer.vector_count());
+      at_least(inner, layer.inner_count());
+      at_least(step, layer.step_count());
+      at_least(H, layer.H_count(rows, rank, fuse()));
+      at_least(Q, layer.Q_count(rows, rank, fuse()));
+      at_least(B, layer.B_count(rows, rank, fuse()));
+    }
+    cov_[0] = arena.take<T>(cov[0]);
+    cov_[1] = arena.take<T>(cov[1]);
+    u_ = arena.take<T>(u);
+    series_ = arena.take<T>(series);
+    work_ = {arena.take<T>(vector), arena.take<T>(inner), arena.take<T>(step),
+             arena.take<T>(H),      arena.take<T>(Q),     arena.take<T>(B)};
+
+    const Index square = Measurement<T>::square_count(rows, outputs());
+    const bool softmax_output = cfg.output == KBT_SOFTMAX;
+    measurement_.mean = arena.take<T>(rank);
+    measurement_.p = arena.take<T>(softmax_output ? rank : 0);
+    measurement_.map = arena.take<T>(softmax_output ? rank * outputs() : 0);
+    measurement_.innovation = arena.take<T>(rank);
+    measurement_.L = arena.take<T>(square);
+    measurement_.X = arena.take<T>(square);
+    measurement_.N = arena.take<T>(!fuse() || whole_last_layer() ? square : 0);
+    measurement_.vectors = arena.take<T>(fuse() ? 0 : square);
+    measurement_.signs = arena.take<T>(rank);
+    rest_ = arena.take<T>(whole_last_layer() ? square + 2 * rank : 0);
+  }
+
+  // Largest number of elements any single array of this configuration takes, as a double: what overflows is seen before
+  // an integer could wrap.
+  static double largest_array(const kbt_config &cfg) {
+    const double rows = cfg.max_rows, rank = rows * cfg.widths[cfg.layers];
+    double largest = rank * rank;
+    for (int i = 0; i < cfg.layers; ++i) {
+      const double n = cfg.widths[i + 1] + 8.0, m = cfg.widths[i] + 9.0;
+      const double members = cfg.covariance == KBT_FULL ? n : 1.0, M = members * m, group = rows * members;
+      const double sizes[] = {n / members * M * M, n * rows * M * members, (1 + rank) * rows * n, rows * n * rows * n,
+                              rows * m * rows * m, rank * M * 8,           rank * rank * 8,       group * group * 8};
+      for (const double size : sizes) largest = largest < size ? size : largest;
+    }
+    return largest;
+  }
+
+  void start() {
+    counters = {};
+    reset();
+    noise_matrix_ = false;
+    for (Index i = 0; i < outputs(); ++i) noise_[i] = floored_noise(static_cast<T>(cfg.noise_var));
+  }
+
+  // Weights zero with the prior's variances, nothing learned, nothing predicted.
+  void reset() {
+    samples = 0;
+    predicted_rows = 0;
+    for (Index i = 0; i < layers(); ++i) {
+      fill(layers_[i].w.mean, T(0), layers_[i].w.mean_count());
+      layers_[i].w.reset_factors();
+    }
+  }
+
+  Index layers() const { return cfg.layers; }
+  Index inputs() const { return cfg.widths[0]; }
+  Index outputs() const { return cfg.widths[cfg.layers]; }
+  Posterior<T> &weights(Index layer) { return layers_[layer].w; }
+  const Posterior<T> &weights(Index layer) const { return layers_[layer].w; }
+  const T *noise() const { return noise_; }
+  Index noise_count() const { return noise_matrix_ ? outputs() * outputs() : outputs(); }
+
+  // ---- prior (METHOD section 1) ------------------------------------------------------------------------------------
+
+  void set_prior(const T *weight, const T *bias, std::uint64_t seed) {
+    const Index d = inputs(), L = layers();
+    reset();
+    for (Index i = 0; i < L; ++i) {
+      Posterior<T> &w = layers_[i].w;
+      const auto at = [&](Index j, Index p) -> T & { return w.mean[p * w.stride + j]; };
+      // Input p of the original h: h itself before the first layer, and the merged pair (+h) - (-h) behind it.
+      const auto set = [&](Index j, Index p, T value) {
+        at(j, p) = value;
+        if (i > 0) at(j, d + p) = -value;
+      };
+      if (i == L - 1) {
+        for (Index j = 0; j < w.n; ++j) {
+          for (Index p = 0; p < d; ++p) set(j, p, weight[j * d + p]);
+          at(j, w.M1 - 1) = bias != nullptr ? bias[j] : T(0);
+        }
+        continue;
+      }
+      for (Index p = 0; p < d; ++p) {
+        set(p, p, T(1));
+        set(d + p, p, T(-1));
+      }
+      const T scale = std::sqrt(T(3) / T(d));  // uniform on +-sqrt(3/d) has standard deviation 1/sqrt(d)
+      for (Index j = 2 * d; j < w.n; ++j) {
+        for (Index p = 0; p < d; ++p) set(j, p, scale * uniform(seed));
+        at(j, w.M1 - 1) = scale * uniform(seed);
+      }
+    }
+  }
+
+  void set_means(const void *const *means) {
+    reset();
+    for (Index i = 0; i < layers(); ++i) {
+      Posterior<T> &w = layers_[i].w;
+      const T *from = static_cast<const T *>(means[i]);
+      for (Index j = 0; j < w.n; ++j) {
+        for (Index p = 0; p < w.M1; ++p) w.mean[p * w.stride + j] = from[j * w.M1 + p];
+      }
+    }
+  }
+
+  // ---- noise -------------------------------------------------------------------------------------------------------
+
+  bool noise_count_allowed(Index count) const {
+    if (cfg.noise == KBT_NOISE_MULTINOMIAL) return false;
+    if (count == 1 || count == outputs()) return true;
+    return count == outputs() * outputs() && cfg.noise == KBT_NOISE_CONSTANT;
+  }
+
+  static bool noise_valid(const T *values, Index count, Index n) {
+    if (!all_finite(values, count)) return false;
+    if (count == 1 || count == n) {
+      for (Index i = 0; i < count; ++i) {
+        if (values[i] < T(0)) return false;
+      }
+      return true;
+    }
+    for (Index i = 0; i < n; ++i) {
+      if (values[i * n + i] < T(0)) return false;
+      for (Index k = 0; k < i; ++k) {  // symmetric, and no correlation beyond 1
+        const T x = values[i * n + k];
+        if (x != values[k * n + i] || x * x > values[i * n + i] * values[k * n + k]) return false;
+      }
+    }
+    return true;
+  }
+
+  // Floors the variances. Returns whether the result is a matrix.
+  bool copy_noise(const T *values, Index count, T *to) const {
+    const Index n = outputs();
+    const bool matrix = count == n * n && n > 1;
+    for (Index i = 0; i < (matrix ? n * n : n); ++i) {
+      const T x = values[count == 1 ? 0 : i];
+      to[i] = !matrix || i % (n + 1) == 0 ? floored_noise(x) : x;
+    }
+    return matrix;
+  }
+
+  void set_noise(const T *values, Index count) { noise_matrix_ = copy_noise(values, count, noise_); }
+  void restore_noise(const T *values, bool matrix) {
+    noise_matrix_ = matrix;
+    for (Index i = 0; i < noise_count(); ++i) noise_[i] = values[i];
+  }
+
+  // ---- predict -----------------------------------------------------------------------------------------------------
+
+  // Moments through every layer (METHOD section 2). Touches scratch only.
+  kbt_status forward(const T *h, Index rows) {
+    predicted_rows = 0;
+    for (Index a = 0; a < rows; ++a) {
+      T *z = layers_[0].z + a * (inputs() + 1);
+      for (Index p = 0; p < inputs(); ++p) z[p] = h[a * inputs() + p];
+      z[inputs()] = T(1);
+    }
+    Cov<T> in = input_cov(cov_[1], rows);
+    bool certain = !(cfg.input_var > 0.0);
+    if (!certain) fill_input_cov(in);
+    for (Index i = 0; i < layers(); ++i) {
+      Linear<T> &layer = layers_[i];
+      const Cov<T> out{cov_[i % 2], dense_output(i), rows, layer.w.n, layer.w.stride};
+      const Index count = Cov<T>::count(out.dense, rows, out.n, out.stride);
+      layer.mean_forward(rows, u_);
+      fill(out.data, T(0), count);
+      if (!certain) layer.input_cov_forward(in, out, work_);
+      const bool last = i == layers() - 1;
+      if (last && whole_last_layer()) {
+        for (Index k = 0; k < count; ++k) rest_[k] = out.data[k];
+      }
+      layer.weight_cov_forward(out);
+      if (!all_finite(u_, rows * layer.w.stride) || !all_finite(out.data, count)) return KBT_E_RANGE;
+      for (Index a = 0; a < rows; ++a) {
+        for (Index j = 0; j < out.n; ++j) spread_[i][a * out.stride + j] = out.same(a, a, j);
+      }
+      if (!last) relu_[i].forward(u_, out, cfg.relu_order, layers_[i + 1].z, series_);
+      in = out;
+      certain = false;
+    }
+    measurement_.rows = rows;
+    measurement_.n = outputs();
+    measurement_.predict(u_, layers_[layers() - 1].w.stride, in.data, softmax_output(), cfg.softmax_order);
+    predicted_rows = static_cast<std::int32_t>(rows);
+    return KBT_OK;
+  }
+
+  // Results of the latest forward pass. cov and total_var may be null.
+  void read_prediction(T *mean, T *cov, T *total_var) {
+    const Index K = predicted_rows * outputs();
+    for (Index i = 0; i < K; ++i) mean[i] = measurement_.mean[i];
+    if (cov == nullptr && total_var == nullptr) return;
+    const T *epistemic = output_cov();
+    if (softmax_output()) {
+      measurement_.predicted_cov(epistemic, true, measurement_.L, measurement_.X);
+      epistemic = measurement_.L;
+    }
+    for (Index i = 0; cov != nullptr && i < K * K; ++i) cov[i] = epistemic[i];
+    for (Index i = 0; total_var != nullptr && i < K; ++i) {
+      total_var[i] = epistemic[i * K + i] + observation_noise(i);
+    }
+  }
+
+  // ---- update ------------------------------------------------------------------------------------------------------
+
+  // Learns y (rows x d_o) at the rows of the latest forward pass. Every check comes before the first change.
+  kbt_status observe(const T *y, const T *noise, Index noise_count, kbt_result *result) {
+    const Index rows = predicted_rows, rank = rows * outputs(), last = layers() - 1;
+    Noise<T> R{noise_, noise_matrix_};
+    if (noise != nullptr) R = Noise<T>{call_noise_, copy_noise(noise, noise_count, call_noise_)};
+
+    const Adjoint<T> top = adjoint(last, rows, rank);
+    fill(top.data, T(0), (1 + rank) * rows * top.stride);
+    if (fuse()) {
+      measurement_.fuse(output_cov(), y, R, cfg.output, cfg.noise, whole_last_layer(), top);
+    } else {
+      measurement_.replace(output_cov(), y, R, top);
+    }
+    const T nis = measurement_.nis;
+    if (!is_finite(nis) || !is_finite(measurement_.log_likelihood)) return KBT_E_RANGE;
+    for (Index i = last; i > 0; --i) {
+      layers_[i].adjoint_backward(adjoint(i, rows, rank), adjoint(i - 1, rows, rank), relu_[i - 1].gates);
+    }
+    for (Index i = 0; i <= last; ++i) {
+      if (!steps_in_range(i, rows, rank)) return KBT_E_RANGE;
+    }
+    if (result != nullptr) *result = {static_cast<double>(nis), static_cast<double>(measurement_.log_likelihood)};
+    if (cfg.gate > 0.0 && static_cast<double>(nis) > cfg.gate) {
+      predicted_rows = 0;
+      ++counters.gated;
+      return KBT_GATED;
+    }
+
+    predicted_rows = 0;
+    int floored = measurement_.floored;
+    if (whole_last_layer() && has_rest()) measurement_.add_rest(rest_, top, rest_ + rank * rank);
+    for (Index i = 0; i <= last; ++i) {
+      const T *known_noise = i == last && whole_last_layer() ? measurement_.N : nullptr;
+      floored += layers_[i].update(adjoint(i, rows, rank), fuse(), known_noise, work_);
+      layers_[i].w.forget(static_cast<T>(cfg.forgetting));
+    }
+    if (cfg.noise == KBT_NOISE_ADAPTIVE && noise == nullptr) adapt_noise(top);
+    counters.floored += static_cast<std::uint64_t>(floored);
+    ++samples;
+    return KBT_OK;
+  }
+
+  T *noise_scratch() { return call_noise_; }
+  T *target() { return target_; }  // rank numbers of scratch for targets made from labels
+
+ private:
+  bool fuse() const { return cfg.rule == KBT_FUSE; }
+  bool softmax_output() const { return cfg.output == KBT_SOFTMAX; }
+
+  // Neurons of a layer are correlated when their weights are (`full`), or through a shared uncertain input. The last
+  // layer's covariance is kept dense, for the measurement.
+  bool dense_output(Index i) const {
+    return i == layers() - 1 || cfg.covariance == KBT_FULL || i > 0 || cfg.input_var > 0.0;
+  }
+  // All weights of the last layer stand in one group, so that its measurement noise is known without cancellation.
+  bool whole_last_layer() const {
+    return cfg.covariance == KBT_FULL || (cfg.covariance == KBT_NEURON && outputs() == 1);
+  }
+  bool has_rest() const { return layers() > 1 || cfg.input_var > 0.0; }
+  Index noise_capacity() const { return cfg.noise == KBT_NOISE_CONSTANT ? outputs() * outputs() : outputs(); }
+  static T floored_noise(T x) { return x > T(kNoiseFloor) ? x : T(kNoiseFloor); }
+
+  Cov<T> input_cov(T *data, Index rows) const {
+    return Cov<T>{data, cfg.covariance == KBT_FULL, rows, inputs(), inputs()};
+  }
+  void fill_input_cov(const Cov<T> &in) const {
+    fill(in.data, T(0), Cov<T>::count(in.dense, in.rows, in.n, in.stride));
+    for (Index a = 0; a < in.rows; ++a) {
+      for (Index p = 0; p < in.n; ++p) in.same(a, a, p) = static_cast<T>(cfg.input_var);
+    }
+  }
+  const T *output_cov() const { return cov_[(layers() - 1) % 2]; }
+  Adjoint<T> adjoint(Index i, Index rows, Index rank) const {
+    return Adjoint<T>{adjoint_[i], measurement_.signs, rank, rows, layers_[i].w.stride};
+  }
+
+  T observation_noise(Index i) const {
+    if (!fuse()) return T(0);  // METHOD section 3: under `replace` the output covariance is already the data's
+    if (cfg.noise == KBT_NOISE_MULTINOMIAL) return measurement_.p[i] * (T(1) - measurement_.p[i]);
+    const Index o = i % outputs();
+    return noise_[noise_matrix_ ? o * outputs() + o : o];
+  }
+
+  // A weight moves by at most sqrt(S_pp) sqrt(Var u) |r|. Refuse what would leave the range of T.
+  bool steps_in_range(Index i, Index rows, Index rank) const {
+    const T limit = std::sqrt(std::numeric_limits<T>::max()) * T(1e-4);
+    const Adjoint<T> adj = adjoint(i, rows, rank);
+    if (!all_finite(adj.data, (1 + rank) * rows * adj.stride)) return false;
+    for (Index a = 0; a < rows; ++a) {
+      for (Index j = 0; j < layers_[i].w.n; ++j) {
+        const T spread = spread_[i][a * adj.stride + j];
+        if (!(std::sqrt(spread > T(0) ? spread : T(0)) * std::fabs(adj.r(a)[j]) < limit)) return false;
+      }
+    }
+    return true;
+  }
+
+  // R_i += (r_i - R_i) / min(n0 + samples, window), floored.
+  void adapt_noise(const Adjoint<T> &top) {
+    const std::uint64_t age = samples + kAdaptStart;
+    const T weight = T(1) / T(age < kAdaptWindow ? static_cast<int>(age) : kAdaptWindow);
+    for (Index i = 0; i < outputs(); ++i) {
+      noise_[i] = floored_noise(noise_[i] + (measurement_.expected_noise(top, i, noise_[i]) - noise_[i]) * weight);
+    }
+  }
+
+  static T uniform(std::uint64_t &state) {  // SplitMix64, mapped to (-1, 1)
+    state += 0x9E3779B97F4A7C15ULL;
+    std::uint64_t x = state;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
+    x ^= x >> 31;
+    const std::int32_t top = static_cast<std::int32_t>(x >> 40) - (1 << 23);  // 24 bits: exact in float
+    return T(top) * T(1.1920928955078125e-7);
+  }
+
+  Linear<T> layers_[KBT_MAX_LAYERS];
+  Relu<T> relu_[KBT_MAX_LAYERS];
+  T *spread_[KBT_MAX_LAYERS];   // Var u before the ReLU, rows x stride
+  T *adjoint_[KBT_MAX_LAYERS];  // (1 + rank) x rows x stride
+  T *cov_[2];                   // covariance in and out of a layer, in turns
+  T *u_;                        // means of a layer's pre-activations, rows x stride
+  T *series_;
+  T *rest_;                     // part of the output covariance that the last layer's weights do not cause, and scratch
+  T *noise_, *call_noise_;      // R of the head, and of one call
+  T *target_;
+  bool noise_matrix_;
+  typename Linear<T>::Work work_;
+  Measurement<T> measurement_;
+};
+
+}  // namespace kbt

@@ -1,0 +1,414 @@
+// kbt.cpp - the C ABI: checks arguments, calls Head, returns a status.
+#include "kbt.h"
+
+#include "state.hpp"
+
+using kbt::Head;
+using kbt::Index;
+
+namespace {
+
+// Calls f with the head as what it is.
+template <class F>
+auto as_head(kbt_head *head, F f) {
+#ifndef KBT_NO_FLOAT64
+  if (head->cfg.dtype == KBT_FLOAT64) return f(*static_cast<Head<double> *>(head));
+#endif
+  return f(*static_cast<Head<float> *>(head));
+}
+template <class F>
+auto as_head(const kbt_head *head, F f) {
+#ifndef KBT_NO_FLOAT64
+  if (head->cfg.dtype == KBT_FLOAT64) return f(*static_cast<const Head<double> *>(head));
+#endif
+  return f(*static_cast<const Head<float> *>(head));
+}
+template <class H>
+struct Element;
+template <class T>
+struct Element<Head<T>> {
+  using Type = T;
+};
+template <class H>
+using ElementOf = typename Element<std::remove_const_t<std::remove_reference_t<H>>>::Type;
+
+template <class T>
+std::size_t planned_bytes(const kbt_config &cfg) {
+  if (Head<T>::largest_array(cfg) * sizeof(T) > static_cast<double>(std::numeric_limits<Index>::max()) / 4) return 0;
+  Head<T> plan;
+  kbt::Arena arena(nullptr);
+  arena.take<Head<T>>(1);
+  plan.plan(cfg, arena);
+  return arena.overflow() ? 0 : arena.used();
+}
+
+std::size_t planned_bytes_of(const kbt_config &cfg) {
+#ifndef KBT_NO_FLOAT64
+  if (cfg.dtype == KBT_FLOAT64) return planned_bytes<double>(cfg);
+#endif
+  return planned_bytes<float>(cfg);
+}
+
+template <class T>
+kbt_head *lay_out(const kbt_config &cfg, void *memory) {
+  kbt::Arena arena(memory);
+  auto *head = new (arena.take<Head<T>>(1)) Head<T>();
+  head->plan(cfg, arena);
+  head->start();
+  return head;
+}
+
+bool within(double x, double low, double high) { return x >= low && x <= high; }  // false for NaN
+
+// Name of the first setting that is out of range or contradicts another; NULL if none.
+const char *bad_setting(const kbt_config &cfg) {
+  constexpr int kWidest = 1 << 20;
+  constexpr double kLargest = 1e12, kSmallest = 1e-30;
+#ifdef KBT_NO_FLOAT64
+  if (cfg.dtype != KBT_FLOAT32) return "dtype";
+#else
+  if (cfg.dtype != KBT_FLOAT32 && cfg.dtype != KBT_FLOAT64) return "dtype";
+#endif
+  if (cfg.layers < 1 || cfg.layers > KBT_MAX_LAYERS) return "layers";
+  for (int i = 0; i <= cfg.layers; ++i) {
+    if (cfg.widths[i] < 1 || cfg.widths[i] > kWidest) return "widths";
+  }
+  if (cfg.max_rows < 1 || cfg.max_rows > kWidest) return "max_rows";
+  if (cfg.output != KBT_GAUSSIAN && cfg.output != KBT_SOFTMAX) return "output";
+  if (cfg.output == KBT_SOFTMAX && cfg.widths[cfg.layers] < 2) return "widths";
+  if (cfg.covariance < KBT_FULL || cfg.covariance > KBT_DIAGONAL) return "covariance";
+  if (cfg.rule != KBT_FUSE && cfg.rule != KBT_REPLACE) return "rule";
+  if (cfg.rule == KBT_REPLACE && cfg.output == KBT_SOFTMAX) return "rule";
+  if (cfg.noise < KBT_NOISE_CONSTANT || cfg.noise > KBT_NOISE_MULTINOMIAL) return "noise";
+  if (cfg.noise == KBT_NOISE_ADAPTIVE && (cfg.output != KBT_GAUSSIAN || cfg.rule != KBT_FUSE)) return "noise";
+  if (cfg.noise == KBT_NOISE_MULTINOMIAL && cfg.output != KBT_SOFTMAX) return "noise";
+  if (cfg.relu_order < 2 || cfg.relu_order > 12) return "relu_order";
+  if (cfg.softmax_order < 1 || cfg.softmax_order > 2) return "softmax_order";
+  for (int i = 0; i < cfg.layers; ++i) {
+    if (!within(cfg.prior_var[i], kSmallest, kLargest)) return "prior_var";
+  }
+  if (!within(cfg.noise_var, 0.0, kLargest)) return "noise_var";
+  if (!within(cfg.input_var, 0.0, kLargest)) return "input_var";
+  if (!within(cfg.forgetting, 1e-3, 1.0)) return "forgetting";
+  if (!within(cfg.gate, 0.0, std::numeric_limits<double>::max())) return "gate";
+  return nullptr;
+}
+
+// Unused entries of the fixed arrays are zeroed, so that equal configurations have equal bytes.
+kbt_config canonical(const kbt_config &given) {
+  kbt_config cfg = given;
+  for (int i = cfg.layers; i < KBT_MAX_LAYERS; ++i) {
+    cfg.widths[i + 1] = 0;
+    cfg.prior_var[i] = 0.0;
+  }
+  return cfg;
+}
+
+// Every row non-negative with sum 1.
+template <class T>
+bool probabilities(const T *y, Index rows, Index n) {
+  for (Index a = 0; a < rows; ++a) {
+    T sum = T(0);
+    for (Index i = 0; i < n; ++i) {
+      if (y[a * n + i] < T(0)) return false;
+      sum += y[a * n + i];
+    }
+    if (!(std::fabs(sum - T(1)) <= T(1e-4))) return false;
+  }
+  return true;
+}
+
+kbt_status refuse(kbt_head *head, kbt_status status) {
+  ++head->counters.rejected;
+  return status;
+}
+
+// Predict (with h) or keep the latest prediction (h == NULL), then learn y or the labels.
+kbt_status learn(kbt_head *head, bool with_h, const void *h, std::int32_t rows, const void *y, const std::int32_t *labels,
+                 const void *noise, std::int32_t noise_count, kbt_result *result) {
+  if (head == nullptr) return KBT_E_NULL;
+  if ((with_h && h == nullptr) || (y == nullptr && labels == nullptr)) return refuse(head, KBT_E_NULL);
+  if (noise == nullptr && noise_count != 0) return refuse(head, KBT_E_NOISE);
+  if (with_h && (rows < 1 || rows > head->cfg.max_rows)) return refuse(head, KBT_E_ROWS);
+  if (!with_h && head->predicted_rows == 0) return refuse(head, KBT_E_ORDER);
+  if (!with_h) rows = head->predicted_rows;
+  return as_head(head, [&](auto &self) {
+    using T = ElementOf<decltype(self)>;
+    const Index d = self.inputs(), n = self.outputs();
+    const T *target = static_cast<const T *>(y), *R = static_cast<const T *>(noise);
+    if (with_h && !kbt::all_finite(static_cast<const T *>(h), rows * d)) return refuse(head, KBT_E_NONFINITE);
+    if (target != nullptr && !kbt::all_finite(target, rows * n)) return refuse(head, KBT_E_NONFINITE);
+    if (target != nullptr && self.cfg.output == KBT_SOFTMAX && !probabilities(target, rows, n)) {
+      return refuse(head, KBT_E_LABEL);
+    }
+    if (labels != nullptr) {
+      if (self.cfg.output != KBT_SOFTMAX) return refuse(head, KBT_E_LABEL);
+      for (Index a = 0; a < rows; ++a) {
+        if (labels[a] < 0 || labels[a] >= n) return refuse(head, KBT_E_LABEL);
+      }
+      for (Index i = 0; i < rows * n; ++i) self.target()[i] = T(labels[i / n] == i % n);
+      target = self.target();
+    }
+    if (R != nullptr && !(self.noise_count_allowed(noise_count) && Head<T>::noise_valid(R, noise_count, n))) {
+      return refuse(head, KBT_E_NOISE);
+    }
+    kbt_status status = with_h ? self.forward(static_cast<const T *>(h), rows) : KBT_OK;
+    if (status == KBT_OK) status = self.observe(target, R, noise_count, result);
+    return status == KBT_OK || status == KBT_GATED ? status : refuse(head, status);
+  });
+}
+
+}  // namespace
+
+uint32_t kbt_abi_version(void) { return KBT_ABI_VERSION; }
+
+const char *kbt_status_str(kbt_status status) {
+  switch (status) {
+    case KBT_OK: return "ok";
+    case KBT_GATED: return "the innovation gate rejected the sample";
+    case KBT_E_NULL: return "a required pointer is NULL";
+    case KBT_E_CONFIG: return "a setting is out of range or contradicts another";
+    case KBT_E_SIZE: return "the configuration or the arena has an impossible size";
+    case KBT_E_ALIGN: return "the arena is not aligned";
+    case KBT_E_ROWS: return "rows outside 1..max_rows";
+    case KBT_E_NONFINITE: return "an input holds NaN or Inf";
+    case KBT_E_RANGE: return "an input is so large that the result would not be finite";
+    case KBT_E_NOISE: return "the noise has the wrong count, is negative, or is not allowed here";
+    case KBT_E_LABEL: return "a class label is out of range, or the head is not a softmax";
+    case KBT_E_ORDER: return "observe needs a prediction before it";
+    case KBT_E_LAYER: return "no such layer";
+    case KBT_E_BLOB_SHORT: return "the state blob is truncated";
+    case KBT_E_BLOB_FOREIGN: return "not a state blob";
+    case KBT_E_BLOB_VERSION: return "the state blob has a newer format";
+    case KBT_E_BLOB_CRC: return "the state blob is damaged";
+    case KBT_E_BLOB_CONFIG: return "the state blob is of another configuration";
+    case KBT_E_BLOB_VALUE: return "the state blob holds values that no head can have";
+  }
+  return "unknown status";
+}
+
+void kbt_config_default(kbt_config *cfg, int32_t d, int32_t d_o) {
+  if (cfg == nullptr) return;
+  *cfg = kbt_config{};
+  cfg->layers = 1;
+  cfg->widths[0] = d;
+  cfg->widths[1] = d_o;
+  cfg->max_rows = 1;
+  cfg->covariance = KBT_NEURON;
+  cfg->relu_order = 2;
+  cfg->softmax_order = 1;
+  for (double &var : cfg->prior_var) var = 1.0;
+  cfg->noise_var = 1e-2;
+  cfg->forgetting = 1.0;
+}
+
+kbt_status kbt_config_check(const kbt_config *cfg, const char **field) {
+  if (field != nullptr) *field = "";
+  if (cfg == nullptr) return KBT_E_NULL;
+  const char *bad = bad_setting(*cfg);
+  if (field != nullptr && bad != nullptr) *field = bad;
+  if (bad != nullptr) return KBT_E_CONFIG;
+  if (planned_bytes_of(*cfg) != 0) return KBT_OK;
+  if (field != nullptr) *field = "widths";
+  return KBT_E_SIZE;
+}
+
+size_t kbt_arena_bytes(const kbt_config *cfg) {
+  return cfg != nullptr && bad_setting(*cfg) == nullptr ? planned_bytes_of(*cfg) : 0;
+}
+
+kbt_status kbt_init(const kbt_config *cfg, void *arena, size_t arena_bytes, kbt_head **head) {
+  if (cfg == nullptr || arena == nullptr || head == nullptr) return KBT_E_NULL;
+  *head = nullptr;
+  const kbt_status status = kbt_config_check(cfg, nullptr);
+  if (status != KBT_OK) return status;
+  if (arena_bytes < planned_bytes_of(*cfg)) return KBT_E_SIZE;
+  if (reinterpret_cast<std::uintptr_t>(arena) % KBT_ARENA_ALIGN != 0) return KBT_E_ALIGN;
+  std::memset(arena, 0, planned_bytes_of(*cfg));
+#ifndef KBT_NO_FLOAT64
+  if (cfg->dtype == KBT_FLOAT64) {
+    *head = lay_out<double>(canonical(*cfg), arena);
+    return KBT_OK;
+  }
+#endif
+  *head = lay_out<float>(canonical(*cfg), arena);
+  return KBT_OK;
+}
+
+kbt_status kbt_set_prior(kbt_head *head, const void *weight, const void *bias, uint64_t seed) {
+  if (head == nullptr) return KBT_E_NULL;
+  if (weight == nullptr) return refuse(head, KBT_E_NULL);
+  for (int i = 1; i < head->cfg.layers; ++i) {
+    if (head->cfg.widths[i] < 2 * head->cfg.widths[0]) return refuse(head, KBT_E_CONFIG);
+  }
+  return as_head(head, [&](auto &self) {
+    using T = ElementOf<decltype(self)>;
+    const T *w = static_cast<const T *>(weight), *b = static_cast<const T *>(bias);
+    if (!kbt::all_finite(w, self.inputs() * self.outputs())) return refuse(head, KBT_E_NONFINITE);
+    if (b != nullptr && !kbt::all_finite(b, self.outputs())) return refuse(head, KBT_E_NONFINITE);
+    self.set_prior(w, b, seed);
+    return KBT_OK;
+  });
+}
+
+kbt_status kbt_set_means(kbt_head *head, const void *const *means) {
+  if (head == nullptr) return KBT_E_NULL;
+  if (means == nullptr) return refuse(head, KBT_E_NULL);
+  return as_head(head, [&](auto &self) {
+    using T = ElementOf<decltype(self)>;
+    for (Index i = 0; i < self.layers(); ++i) {
+      const auto &w = self.weights(i);
+      if (means[i] == nullptr) return refuse(head, KBT_E_NULL);
+      if (!kbt::all_finite(static_cast<const T *>(means[i]), w.n * w.M1)) return refuse(head, KBT_E_NONFINITE);
+    }
+    self.set_means(means);
+    return KBT_OK;
+  });
+}
+
+kbt_status kbt_set_noise(kbt_head *head, const void *noise, int32_t count) {
+  if (head == nullptr) return KBT_E_NULL;
+  if (noise == nullptr) return refuse(head, KBT_E_NULL);
+  return as_head(head, [&](auto &self) {
+    using T = ElementOf<decltype(self)>;
+    const T *values = static_cast<const T *>(noise);
+    if (!self.noise_count_allowed(count) || !Head<T>::noise_valid(values, count, self.outputs())) {
+      return refuse(head, KBT_E_NOISE);
+    }
+    self.set_noise(values, count);
+    return KBT_OK;
+  });
+}
+
+kbt_status kbt_predict(kbt_head *head, const void *h, int32_t rows, void *mean, void *cov, void *total_var) {
+  if (head == nullptr) return KBT_E_NULL;
+  if (h == nullptr || mean == nullptr) return refuse(head, KBT_E_NULL);
+  if (rows < 1 || rows > head->cfg.max_rows) return refuse(head, KBT_E_ROWS);
+  return as_head(head, [&](auto &self) {
+    using T = ElementOf<decltype(self)>;
+    const T *input = static_cast<const T *>(h);
+    if (!kbt::all_finite(input, rows * self.inputs())) return refuse(head, KBT_E_NONFINITE);
+    const kbt_status status = self.forward(input, rows);
+    if (status != KBT_OK) return refuse(head, status);
+    self.read_prediction(static_cast<T *>(mean), static_cast<T *>(cov), static_cast<T *>(total_var));
+    return KBT_OK;
+  });
+}
+
+kbt_status kbt_update(kbt_head *head, const void *h, int32_t rows, const void *y, const void *noise, int32_t noise_count,
+                      kbt_result *result) {
+  return learn(head, true, h, rows, y, nullptr, noise, noise_count, result);
+}
+kbt_status kbt_observe(kbt_head *head, const void *y, const void *noise, int32_t noise_count, kbt_result *result) {
+  return learn(head, false, nullptr, 0, y, nullptr, noise, noise_count, result);
+}
+kbt_status kbt_update_labels(kbt_head *head, const void *h, int32_t rows, const int32_t *labels, const void *noise,
+                             int32_t noise_count, kbt_result *result) {
+  return learn(head, true, h, rows, nullptr, labels, noise, noise_count, result);
+}
+kbt_status kbt_observe_labels(kbt_head *head, const int32_t *labels, const void *noise, int32_t noise_count,
+                              kbt_result *result) {
+  return learn(head, false, nullptr, 0, nullptr, labels, noise, noise_count, result);
+}
+
+kbt_status kbt_get_config(const kbt_head *head, kbt_config *cfg) {
+  if (head == nullptr || cfg == nullptr) return KBT_E_NULL;
+  *cfg = head->cfg;
+  return KBT_OK;
+}
+
+kbt_status kbt_get_counters(const kbt_head *head, kbt_counters *counters) {
+  if (head == nullptr || counters == nullptr) return KBT_E_NULL;
+  *counters = head->counters;
+  return KBT_OK;
+}
+
+uint64_t kbt_samples(const kbt_head *head) { return head != nullptr ? head->samples : 0; }
+int32_t kbt_predicted_rows(const kbt_head *head) { return head != nullptr ? head->predicted_rows : 0; }
+
+kbt_status kbt_get_noise(const kbt_head *head, void *noise, int32_t *count) {
+  if (head == nullptr || noise == nullptr || count == nullptr) return KBT_E_NULL;
+  return as_head(head, [&](const auto &self) {
+    using T = ElementOf<decltype(self)>;
+    for (Index i = 0; i < self.noise_count(); ++i) static_cast<T *>(noise)[i] = self.noise()[i];
+    *count = static_cast<int32_t>(self.noise_count());
+    return KBT_OK;
+  });
+}
+
+kbt_status kbt_get_mean(const kbt_head *head, int32_t layer, void *mean) {
+  if (head == nullptr || mean == nullptr) return KBT_E_NULL;
+  if (layer < 0 || layer >= head->cfg.layers) return KBT_E_LAYER;
+  return as_head(head, [&](const auto &self) {
+    using T = ElementOf<decltype(self)>;
+    const auto &w = self.weights(layer);
+    for (Index j = 0; j < w.n; ++j) {
+      for (Index p = 0; p < w.M1; ++p) static_cast<T *>(mean)[j * w.M1 + p] = w.mean[p * w.stride + j];
+    }
+    return KBT_OK;
+  });
+}
+
+kbt_status kbt_get_cov(const kbt_head *head, int32_t layer, void *cov) {
+  if (head == nullptr || cov == nullptr) return KBT_E_NULL;
+  if (layer < 0 || layer >= head->cfg.layers) return KBT_E_LAYER;
+  return as_head(head, [&](const auto &self) {
+    using T = ElementOf<decltype(self)>;
+    const auto &w = self.weights(layer);
+    T *out = static_cast<T *>(cov);
+    for (Index g = 0; g < w.matrices(); ++g) {
+      for (Index p = 0; p < w.M(); ++p) {
+        if (w.structure == KBT_DIAGONAL) {
+          *out++ = w.D(g, p);
+        } else {
+          for (Index q = 0; q < w.M(); ++q) *out++ = w.covariance(g, p, q);
+        }
+      }
+    }
+    return KBT_OK;
+  });
+}
+
+kbt_status kbt_get_factor_range(const kbt_head *head, int32_t layer, double *smallest, double *largest) {
+  if (head == nullptr || smallest == nullptr || largest == nullptr) return KBT_E_NULL;
+  if (layer < 0 || layer >= head->cfg.layers) return KBT_E_LAYER;
+  return as_head(head, [&](const auto &self) {
+    const auto &w = self.weights(layer);
+    *smallest = *largest = static_cast<double>(w.D(0, 0));
+    for (Index g = 0; g < w.matrices(); ++g) {
+      for (Index p = 0; p < w.M(); ++p) {
+        const double x = static_cast<double>(w.D(g, p));
+        if (x < *smallest) *smallest = x;
+        if (x > *largest) *largest = x;
+      }
+    }
+    return KBT_OK;
+  });
+}
+
+size_t kbt_state_size(const kbt_head *head) {
+  if (head == nullptr) return 0;
+  return as_head(head, [](const auto &self) { return kbt::write_state(self, nullptr); });
+}
+
+kbt_status kbt_state_save(const kbt_head *head, void *blob, size_t size) {
+  if (head == nullptr || blob == nullptr) return KBT_E_NULL;
+  if (size < kbt_state_size(head)) return KBT_E_SIZE;
+  as_head(head, [&](const auto &self) { return kbt::write_state(self, static_cast<unsigned char *>(blob)); });
+  return KBT_OK;
+}
+
+kbt_status kbt_state_load(kbt_head *head, const void *blob, size_t size) {
+  if (head == nullptr || blob == nullptr) return KBT_E_NULL;
+  return as_head(head, [&](auto &self) { return kbt::read_state(self, static_cast<const unsigned char *>(blob), size); });
+}
+
+kbt_status kbt_state_config(const void *blob, size_t size, kbt_config *cfg) {
+  if (blob == nullptr || cfg == nullptr) return KBT_E_NULL;
+  kbt_config found{};
+  const kbt_status status = kbt::read_header(static_cast<const unsigned char *>(blob), size, found);
+  if (status != KBT_OK) return status;
+  if (kbt_config_check(&found, nullptr) != KBT_OK) return KBT_E_BLOB_VALUE;
+  *cfg = found;
+  return KBT_OK;
+}

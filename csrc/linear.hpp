@@ -1,0 +1,483 @@
+// linear.hpp - one Bayesian linear layer: moments forward (METHOD section 2), adjoint backward (section 4), and the
+// update of its weights (section 5).
+#pragma once
+
+#include "posterior.hpp"
+
+namespace kbt {
+
+template <class T>
+struct Linear {
+  Posterior<T> w;
+  T *z;  // rows x M1, means of the inputs with the constant 1 last
+  T *F;  // U^T z of every row, from the forward pass
+
+  using Wide = typename Posterior<T>::Wide;
+  using Alone = typename Posterior<T>::Alone;
+
+  // Scratch shared by all layers; sizes from the *_count functions below.
+  struct Work {
+    T *vector;  // forward: diag(S), or columns of U; gain of the mean
+    T *inner;   // forward: products with the input covariance
+    T *step;    // rank-one steps
+    T *H;       // joint updates: the measurement rows in U coordinates
+    T *Q;       // joint updates: their noise
+    T *B;       // joint updates: compressed factor of Lambda
+  };
+
+  // How many scalar steps one joint update of a group takes. Lambda over a group has at most rows * members dimensions,
+  // so a longer B is compressed when all its columns have one sign (`fuse`).
+  Index steps(Index rows, Index rank, bool fuse) const {
+    const Index dimensions = rows * w.members();
+    return fuse && rank > dimensions ? dimensions : rank;
+  }
+  static bool compressed(Index dimensions, Index rank, bool fuse) { return fuse && rank > dimensions; }
+  Index vector_count() const { return padded(w.M()) * w.width(); }
+  Index inner_count() const { return w.M1 * (w.stride > kLanes ? w.stride : kLanes); }
+  Index step_count() const { return (4 * padded(w.M() + 1)) * w.width(); }
+  Index H_count(Index rows, Index rank, bool fuse) const {
+    return steps(rows, rank, fuse) * w.M() * w.width();
+  }
+  Index Q_count(Index rows, Index rank, bool fuse) const {
+    const Index k = steps(rows, rank, fuse);
+    return k * k * w.width();
+  }
+  Index B_count(Index rows, Index rank, bool fuse) const {
+    const Index k = rows * w.members();
+    return compressed(k, rank, fuse) ? k * k * w.width() : 0;
+  }
+
+  // ---- forward -------------------------------------------------------------------------------------------------
+
+  // E u_aj = w_j^T z_a
+  void mean_forward(Index rows, T *u) const {
+    for (Index a = 0; a < rows; ++a) {
+      T *ua = u + a * w.stride;
+      fill(ua, T(0), w.stride);
+      for (Index p = 0; p < w.M1; ++p) axpy(ua, z[a * w.M1 + p], w.mean + p * w.stride, w.stride);
+    }
+  }
+
+  // The part of Cov(u) that the input covariance brings: w_j^T C_ab w_k + sum_pq S_jk[p,q] C_ab[p,q].
+  void input_cov_forward(const Cov<T> &in, const Cov<T> &out, const Work &work) const {
+    if (in.dense) {
+      dense_input_means(in, out, work);
+    } else {
+      independent_input_means(in, out);
+    }
+    if (w.structure == KBT_FULL) {
+      full_weights(in, out, work);
+    } else {
+      for (Index g = 0; g < w.groups(); ++g) own_weights(g, in, out, work);
+    }
+  }
+
+  // The part that the weights bring: z_a^T S_jk z_b = F_aj D F_bk. Keeps F for the update.
+  void weight_cov_forward(const Cov<T> &out) {
+    const Index rows = out.rows;
+    if (w.structure == KBT_DIAGONAL) {
+      for (Index a = 0; a < rows; ++a) {
+        for (Index b = 0; b < rows; ++b) {
+          for (Index p = 0; p < w.M1; ++p) {
+            const T zz = z[a * w.M1 + p] * z[b * w.M1 + p];
+            for (Index j = 0; j < w.n; ++j) out.same(a, b, j) += zz * w.D(j, p);
+          }
+        }
+      }
+    } else if (w.abreast) {
+      for (Index block = 0; block < w.groups(); ++block) {
+        const Wide s = w.wide(block);
+        T *f = F + block * rows * w.M1 * kLanes;
+        for (Index a = 0; a < rows; ++a) s.project(z + a * w.M1, f + a * w.M1 * kLanes);
+        for (Index a = 0; a < rows; ++a) {
+          for (Index b = 0; b <= a; ++b) {
+            add_same(out, a, b, block, s.weighted(f + a * w.M1 * kLanes, f + b * w.M1 * kLanes));
+          }
+        }
+      }
+    } else {
+      for (Index g = 0; g < w.groups(); ++g) alone_cov_forward(g, out);
+    }
+  }
+
+  // ---- backward ------------------------------------------------------------------------------------------------
+
+  // r_z = W r_u and B_z = W B_u, then through the ReLU before this layer: times Phi (METHOD section 4).
+  void adjoint_backward(const Adjoint<T> &u, const Adjoint<T> &previous, const T *gates) const {
+    for (Index c = 0; c <= u.rank; ++c) {
+      for (Index a = 0; a < u.rows; ++a) {
+        const T *from = u.data + (c * u.rows + a) * u.stride;
+        T *to = previous.data + (c * u.rows + a) * previous.stride;
+        fill(to, T(0), previous.stride);
+        for (Index i = 0; i + 1 < w.M1; ++i) {
+          to[i] = dot(w.mean + i * w.stride, from, w.stride) * gates[a * previous.stride + i];
+        }
+      }
+    }
+  }
+
+  // w += Cov(w,u) r, S += Cov(w,u) Lambda Cov(u,w). `noise`, where the caller has it, is Q of METHOD section 5 without
+  // cancellation. Returns how many shares had to be floored.
+  int update(const Adjoint<T> &adjoint, bool fuse, const T *noise, const Work &work) {
+    int floored = 0;
+    if (w.structure == KBT_DIAGONAL) {
+      floored = diagonal_update(adjoint);
+    } else if (w.abreast) {
+      for (Index block = 0; block < w.groups(); ++block) floored += wide_update(block, adjoint, fuse, work);
+    } else {
+      for (Index g = 0; g < w.groups(); ++g) floored += alone_update(g, adjoint, fuse, noise, work);
+    }
+    return floored;
+  }
+
+ private:
+  // ---- forward, by kind of input -----------------------------------------------------------------------------------
+
+  static void add_same(const Cov<T> &out, Index a, Index b, Index block, const Lanes<T> &x) {
+    for (Index l = 0; l < kLanes && block * kLanes + l < out.n; ++l) {
+      const Index j = block * kLanes + l;
+      out.same(a, b, j) += x[l];
+      if (a != b) out.same(b, a, j) += x[l];
+    }
+  }
+
+  void dense_input_means(const Cov<T> &in, const Cov<T> &out, const Work &work) const {
+    const Index m = w.M1 - 1, n = w.n;
+    T *X = work.inner;  // X = C_ab W, m x n
+    for (Index a = 0; a < in.rows; ++a) {
+      for (Index b = 0; b < in.rows; ++b) {
+        fill(X, T(0), m * n);
+        for (Index p = 0; p < m; ++p) {
+          const T *c = in.row(a, p) + b * m;
+          for (Index q = 0; q < m; ++q) axpy(X + p * n, c[q], w.mean + q * w.stride, n);
+        }
+        for (Index j = 0; j < n; ++j) {
+          T *to = out.dense ? out.row(a, j) + b * n : &out.same(a, b, j);  // not dense: n == 1
+          for (Index p = 0; p < m; ++p) axpy(to, w.mean[p * w.stride + j], X + p * n, n);
+        }
+      }
+    }
+  }
+
+  void independent_input_means(const Cov<T> &in, const Cov<T> &out) const {
+    const Index m = w.M1 - 1, n = w.n;
+    for (Index a = 0; a < in.rows; ++a) {
+      for (Index b = 0; b < in.rows; ++b) {
+        for (Index j = 0; j < n; ++j) {
+          T *to = out.dense ? out.row(a, j) + b * n : &out.same(a, b, j);  // not dense: n == 1
+          for (Index p = 0; p < m; ++p) {
+            const T *wp = w.mean + p * w.stride;
+            axpy(to, wp[j] * in.same(a, b, p), wp, n);
+          }
+        }
+      }
+    }
+  }
+
+  // sum_pq S_j[p,q] C_ab[p,q] for the neurons of one group of `neuron` or `diagonal`.
+  void own_weights(Index g, const Cov<T> &in, const Cov<T> &out, const Work &work) const {
+    if (w.structure == KBT_DIAGONAL) {
+      for (Index a = 0; a < in.rows; ++a) {
+        for (Index b = 0; b < in.rows; ++b) {
+          T sum = T(0);
+          for (Index p = 0; p + 1 < w.M1; ++p) sum += w.D(g, p) * in.same(a, b, p);
+          out.same(a, b, g) += sum;
+        }
+      }
+    } else if (w.abreast) {
+      weights_times_cov(w.wide(g), in, work, [&](Index a, Index b, const Lanes<T> &x) { add_same(out, a, b, g, x); });
+    } else {
+      weights_times_cov(w.alone(g), in, work, [&](Index a, Index b, T x) {
+        out.same(a, b, g) += x;
+        if (a != b) out.same(b, a, g) += x;
+      });
+    }
+  }
+
+  // add(a, b, sum_pq S[p,q] C_ab[p,q]) for b <= a. With independent inputs only diag(S) counts; with dense ones the sum is
+  // taken column by column of U: sum_r D_r U_r^T C_ab U_r.
+  template <class Factor, class Add>
+  void weights_times_cov(const Factor &s, const Cov<T> &in, const Work &work, Add add) const {
+    using Value = typename Factor::Value;
+    const Index m = w.M1 - 1;
+    if (!in.dense) {
+      s.diagonal(work.vector);
+      for (Index a = 0; a < in.rows; ++a) {
+        for (Index b = 0; b <= a; ++b) {
+          Value sum = Factor::constant(T(0));
+          for (Index p = 0; p < m; ++p) sum += Factor::at(work.vector, p) * in.same(a, b, p);
+          add(a, b, sum);
+        }
+      }
+      return;
+    }
+    T *column = work.vector;  // column r of U with its unit diagonal
+    for (Index a = 0; a < in.rows; ++a) {
+      for (Index b = 0; b <= a; ++b) {
+        Value sum = Factor::constant(T(0));
+        const T *u = s.u;
+        for (Index r = 0; r < s.M; u += Factor::chunks(r) * kLanes, ++r) {
+          const Index used = r < m ? r + 1 : m;  // the bias has no variance
+          for (Index p = 0; p < used && p < r; ++p) Factor::at(column, p) = Factor::at(u, p);
+          if (r < m) Factor::at(column, r) = Factor::constant(T(1));
+          Value quadratic = Factor::constant(T(0));
+          for (Index p = 0; p < used; ++p) {
+            const T *c = in.row(a, p) + b * m;
+            Value inner = Factor::constant(T(0));
+            for (Index q = 0; q < used; ++q) inner += Factor::at(column, q) * c[q];
+            quadratic += Factor::at(column, p) * inner;
+          }
+          sum += Factor::at(s.d, r) * quadratic;
+        }
+        add(a, b, sum);
+      }
+    }
+  }
+
+  // The same for `full`: sum_pq S_jk[p,q] C_ab[p,q] for all pairs of neurons. `full` is only ever given dense inputs.
+  void full_weights(const Cov<T> &in, const Cov<T> &out, const Work &work) const {
+    const Index m = w.M1 - 1, rows = in.rows;
+    const Alone s = w.alone(0);
+    T *column = work.vector, *X = work.inner;  // X[k] = C_ab U_r[k], n x M1
+    const T *u = s.u;
+    for (Index r = 0; r < s.M; u += Alone::chunks(r) * kLanes, ++r) {
+      for (Index p = 0; p < r; ++p) column[p] = u[p];
+      column[r] = T(1);
+      const Index last = r / w.M1;  // neurons 0..last have entries in this column
+      fill(column + r + 1, T(0), (last + 1) * w.M1 - (r + 1));
+      for (Index a = 0; a < rows; ++a) {
+        for (Index b = 0; b < rows; ++b) {
+          for (Index k = 0; k <= last; ++k) {
+            for (Index p = 0; p < m; ++p) X[k * w.M1 + p] = dot(in.row(a, p) + b * m, column + k * w.M1, m);
+          }
+          for (Index j = 0; j <= last; ++j) {
+            for (Index k = 0; k <= last; ++k) {
+              out.row(a, j)[b * w.n + k] += s.d[r] * dot(column + j * w.M1, X + k * w.M1, m);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // Rows of F of a group that stands alone are (row a, member j); their entries before j * M1 are zero.
+  void alone_cov_forward(Index g, const Cov<T> &out) {
+    const Index rows = out.rows, members = w.members(), M = w.M();
+    const Alone s = w.alone(g);
+    T *f = F + g * rows * members * M;
+    if (members == 1) {
+      for (Index a = 0; a < rows; ++a) s.project(z + a * w.M1, f + a * M);
+    } else {
+      full_project(s, rows, f);
+    }
+    for (Index i = 0; i < rows * members; ++i) {
+      const Index start_i = i % members * w.M1;
+      T *weighted = f + rows * members * M;  // one spare row behind F
+      for (Index q = start_i; q < M; ++q) weighted[q] = s.d[q] * f[i * M + q];
+      for (Index k = 0; k <= i; ++k) {
+        const Index start_k = k % members * w.M1, start = start_i > start_k ? start_i : start_k;
+        const T x = dot(weighted + start, f + k * M + start, M - start);
+        T &to = entry(out, i, k, g);
+        to += x;
+        if (i != k) entry(out, k, i, g) += x;
+      }
+    }
+  }
+
+  T &entry(const Cov<T> &out, Index i, Index k, Index g) const {
+    if (w.members() == 1) return out.same(i, k, g);
+    return out.data[i * out.rows * out.n + k];
+  }
+
+  void full_project(const Alone &s, Index rows, T *f) const {
+    const Index n = w.n, M = s.M;
+    const T *column = s.u;
+    for (Index q = 0; q < M; column += Alone::chunks(q) * kLanes, ++q) {
+      const Index own = q / w.M1, at = q % w.M1;  // weight q belongs to input `at` of neuron `own`
+      for (Index a = 0; a < rows; ++a) {
+        const T *za = z + a * w.M1;
+        for (Index j = 0; j < own; ++j) f[(a * n + j) * M + q] = dot(column + j * w.M1, za, w.M1);
+        f[(a * n + own) * M + q] = za[at] + dot(column + own * w.M1, za, at);
+        for (Index j = own + 1; j < n; ++j) f[(a * n + j) * M + q] = T(0);
+      }
+    }
+  }
+
+  // ---- update, by structure ----------------------------------------------------------------------------------------
+
+  template <class Factor>
+  static typename Factor::Step step_of(const Factor &s, T *memory) {
+    const Index each = padded(s.M + 1) * Factor::kWidth;
+    return {memory, memory + each, memory + 2 * each, memory + 3 * each};
+  }
+
+  int diagonal_update(const Adjoint<T> &adjoint) {
+    int floored = 0;
+    for (Index j = 0; j < w.n; ++j) {
+      for (Index p = 0; p < w.M1; ++p) {
+        T pull = T(0), shrink = T(0);
+        for (Index a = 0; a < adjoint.rows; ++a) pull += z[a * w.M1 + p] * adjoint.r(a)[j];
+        for (Index k = 0; k < adjoint.rank; ++k) {
+          T h = T(0);
+          for (Index a = 0; a < adjoint.rows; ++a) h += z[a * w.M1 + p] * adjoint.B(k, a)[j];
+          shrink += adjoint.signs[k] * h * h;
+        }
+        T &d = w.D(j, p);
+        w.mean[p * w.stride + j] += d * pull;
+        d *= Alone::at_least(T(1) - d * shrink, smallest_share<T>(), floored);
+      }
+    }
+    return floored;
+  }
+
+  int wide_update(Index block, const Adjoint<T> &adjoint, bool fuse, const Work &work) {
+    Wide s = w.wide(block);
+    const typename Wide::Step step = step_of(s, work.step);
+    T *f = F + block * adjoint.rows * w.M1 * kLanes;
+    const Index lane = block * kLanes;
+    if (adjoint.rows > 1) {
+      return joint_update(s, f, adjoint.rows, adjoint, fuse, nullptr, step, work,
+                          [&](Index column, Index a) { return Lanes<T>(lanes(adjoint.data + (column * adjoint.rows + a) * adjoint.stride + lane)); },
+                          [&](const T *gain) {
+                            for (Index p = 0; p < w.M1; ++p) lanes(w.mean + p * w.stride + lane) += lanes(gain + p * kLanes);
+                          });
+    }
+    int floored = 0;
+    Lanes<T> lambda = Lanes<T>::Zero();
+    for (Index k = 0; k < adjoint.rank; ++k) {
+      const Lanes<T> b = lanes(adjoint.B(k, 0) + lane);
+      lambda += adjoint.signs[k] * b * b;
+    }
+    const Lanes<T> r = lanes(adjoint.r(0) + lane);
+    const Lanes<T> share = Wide::at_least(T(1) - lambda * s.weighted(f, f), smallest_share<T>(), floored);
+    s.rank_one(f, lambda, share, !fuse, step);
+    for (Index p = 0; p < w.M1; ++p) lanes(w.mean + p * w.stride + lane) += lanes(step.b + p * kLanes) * r;
+    return floored;
+  }
+
+  int alone_update(Index g, const Adjoint<T> &adjoint, bool fuse, const T *noise, const Work &work) {
+    Alone s = w.alone(g);
+    const typename Alone::Step step = step_of(s, work.step);
+    const Index members = w.members(), dimensions = adjoint.rows * members;
+    T *f = F + g * dimensions * s.M;
+    const auto add_gain = [&](const T *gain, T scale) {
+      for (Index j = 0; j < members; ++j) {
+        for (Index p = 0; p < w.M1; ++p) w.mean[p * w.stride + g + j] += gain[j * w.M1 + p] * scale;
+      }
+    };
+    if (dimensions > 1) {
+      return joint_update(s, f, dimensions, adjoint, fuse, noise, step, work,
+                          [&](Index column, Index i) { return adjoint.data[(column * adjoint.rows + i / members) * adjoint.stride + g + i % members]; },
+                          [&](const T *gain) { add_gain(gain, T(1)); });
+    }
+    int floored = 0;
+    T lambda = T(0);
+    for (Index k = 0; k < adjoint.rank; ++k) lambda += adjoint.signs[k] * adjoint.B(k, 0)[g] * adjoint.B(k, 0)[g];
+    const T left = noise != nullptr ? adjoint.signs[0] * noise[0] : T(1) - lambda * s.weighted(f, f);
+    const T share = Alone::at_least(left, smallest_share<T>(), floored);
+    s.rank_one(f, lambda, share, !fuse, step);
+    add_gain(step.b, adjoint.r(0)[g]);
+    return floored;
+  }
+
+  // Several dimensions (rows of a sample, members of a group) at once: METHOD section 5.
+  // With H = B^T A the measurement has innovation covariance diag(sign) and noise Q = diag(sign) - H S H^T. Measurements
+  // come before growth, so Q is quasi-definite and Q = L diag(q) L^T exists; the rows L^-1 H are then independent, and
+  // each is one rank-one step that ends at share 1.
+  // adjoint_at(column, i): entry i of r (column 0) or of a column of B, for the neurons of this group.
+  template <class Factor, class AdjointAt, class AddGain>
+  int joint_update(Factor &s, const T *f, Index dimensions, const Adjoint<T> &adjoint, bool fuse, const T *noise,
+                   const typename Factor::Step &step, const Work &work, AdjointAt adjoint_at, AddGain add_gain) {
+    using Value = typename Factor::Value;
+    const Index M = s.M, length = M * Factor::kWidth;
+    int floored = 0;
+
+    T *sum = work.vector;  // gain of the mean, with the S from before
+    fill(sum, T(0), length);
+    for (Index i = 0; i < dimensions; ++i) {
+      const Value r = adjoint_at(0, i);
+      for (Index q = 0; q < M; ++q) Factor::at(sum, q) += Factor::at(f + i * length, q) * r;
+    }
+    s.gain(sum, step.b);
+    add_gain(step.b);
+
+    const bool compress = compressed(dimensions, adjoint.rank, fuse);
+    const Index count = compress ? dimensions : adjoint.rank;
+    if (compress) compress_factor<Factor>(work.B, dimensions, adjoint.rank, adjoint_at);
+    T *H = work.H;
+    fill(H, T(0), count * length);
+    for (Index k = 0; k < count; ++k) {
+      for (Index i = 0; i < dimensions; ++i) {
+        const Value b = compress ? Value(Factor::at(work.B, i * dimensions + k)) : adjoint_at(k + 1, i);
+        for (Index q = 0; q < M; ++q) Factor::at(H + k * length, q) += Factor::at(f + i * length, q) * b;
+      }
+    }
+
+    T *Q = work.Q;
+    for (Index i = 0; i < count; ++i) {
+      for (Index k = 0; k <= i; ++k) {
+        if (noise != nullptr) {
+          Factor::at(Q, i * count + k) = Factor::constant(noise[i * count + k]);
+        } else {
+          const T sign = compress ? T(1) : adjoint.signs[i];
+          Factor::at(Q, i * count + k) = T(i == k) * sign - s.weighted(H + i * length, H + k * length);
+        }
+      }
+    }
+    for (Index k = 0; k < count; ++k) {  // Q = L diag(q) L^T in place, and H <- L^-1 H on the way
+      const T sign = compress ? T(1) : adjoint.signs[k];
+      const Value pivot = sign * Factor::at_least(sign * Factor::at(Q, k * count + k), smallest_share<T>(), floored);
+      Factor::at(Q, k * count + k) = pivot;
+      for (Index i = k + 1; i < count; ++i) {
+        const Value l = Factor::at(Q, i * count + k) / pivot;
+        for (Index j = k + 1; j <= i; ++j) {
+          const Value lj = j == i ? l : Value(Factor::at(Q, j * count + k));
+          Factor::at(Q, i * count + j) -= l * lj * pivot;
+        }
+        Factor::at(Q, i * count + k) = l;
+        for (Index q = 0; q < M; ++q) Factor::at(H + i * length, q) -= l * Factor::at(H + k * length, q);
+      }
+    }
+    for (Index k = 0; k < count; ++k) {
+      const T sign = compress ? T(1) : adjoint.signs[k];
+      s.rank_one(H + k * length, Factor::constant(sign), sign * Factor::at(Q, k * count + k), !fuse, step);
+      for (Index i = k + 1; i < count; ++i) s.advance(H + i * length, step);
+    }
+    return floored;
+  }
+
+  // Lower triangular C with C C^T = B B^T, null directions skipped.
+  template <class Factor, class AdjointAt>
+  static void compress_factor(T *C, Index dimensions, Index rank, AdjointAt adjoint_at) {
+    using Value = typename Factor::Value;
+    for (Index i = 0; i < dimensions; ++i) {
+      for (Index j = 0; j < dimensions; ++j) Factor::at(C, i * dimensions + j) = Factor::constant(T(0));
+      for (Index j = 0; j <= i; ++j) {
+        Value sum = Factor::constant(T(0));
+        for (Index k = 1; k <= rank; ++k) sum += adjoint_at(k, i) * adjoint_at(k, j);
+        const Value whole = sum;
+        for (Index k = 0; k < j; ++k) sum -= Factor::at(C, i * dimensions + k) * Factor::at(C, j * dimensions + k);
+        if (j < i) {
+          Factor::at(C, i * dimensions + j) = divide_or_zero(sum, Value(Factor::at(C, j * dimensions + j)));
+        } else {
+          Factor::at(C, i * dimensions + i) = root_or_zero(sum, whole, T(dimensions) * smallest_share<T>());
+        }
+      }
+    }
+  }
+
+  static T divide_or_zero(T x, T y) { return y > T(0) ? x / y : T(0); }
+  static T root_or_zero(T x, T whole, T share) { return x > whole * share ? std::sqrt(x) : T(0); }
+  static Lanes<T> divide_or_zero(const Lanes<T> &x, const Lanes<T> &y) {
+    Lanes<T> out;
+    for (Index l = 0; l < kLanes; ++l) out[l] = divide_or_zero(x[l], y[l]);
+    return out;
+  }
+  static Lanes<T> root_or_zero(const Lanes<T> &x, const Lanes<T> &whole, T share) {
+    Lanes<T> out;
+    for (Index l = 0; l < kLanes; ++l) out[l] = root_or_zero(x[l], whole[l], share);
+    return out;
+  }
+};
+
+}  // namespace kbt

@@ -1,0 +1,274 @@
+// measurement.hpp - one observation seen from the output: innovation, likelihood, and the adjoint it sends back
+// (METHOD section 3).
+#pragma once
+
+#include "posterior.hpp"
+#include "softmax.hpp"
+
+namespace kbt {
+
+constexpr double kNoiseFloor = 1e-9;    // R_min: no observation is more certain than this
+constexpr double kSmoothing = 1e-7;     // multinomial: smallest probability an outcome is granted
+constexpr int kAdaptStart = 10;         // adaptive noise: weight of the initial R, in samples
+constexpr int kAdaptWindow = 200;       // adaptive noise: memory, in samples
+
+// R of one row: d_o variances, or a d_o x d_o matrix.
+template <class T>
+struct Noise {
+  const T *values;
+  bool matrix;
+  T at(Index i, Index k, Index n) const {
+    if (matrix) return values[i * n + k];
+    return i == k ? values[i] : T(0);
+  }
+};
+
+// Everything here is over K = rows * d_o numbers, (row, output) with outputs innermost. All three kinds of observation
+// are one linear-Gaussian problem, with a map G per row, an innovation and its noise:
+//   gaussian              G = I,    innovation e,           noise R
+//   softmax, constant     G = J^T,  innovation e,           noise R
+//   softmax, multinomial  G = F,    innovation e / sqrt(q), noise I      (F F^T = J = R; see below)
+//   G^T S_u G + noise = L L^T,   B = G L^-T,   r = B L^-1 innovation,   Lambda = -B B^T,
+// and what the observation does not explain, N = I - B^T S_u B = L^-1 noise L^-T, has no cancellation.
+//
+// Multinomial noise is the limit of R = J + tiny I for tiny -> 0, taken in closed form. With a finite `tiny`, a
+// confidently wrong prediction (p_target < tiny) would send back almost nothing; in the limit r = e as S_u -> 0. The
+// probabilities are smoothed, q = (p + tau)/(1 + d_o tau), so that e / sqrt(q) stays bounded.
+template <class T>
+struct Measurement {
+  Index rows, n;   // n = d_o
+  T *mean;         // K: E of the observation
+  T *p;            // K: softmax at the mean, first order
+  T *map;          // rows x n x n: G, softmax only
+  T *innovation;   // K
+  T *L;            // K x K
+  T *X;            // K x K: L^-1 G^T, whose transpose is B
+  T *N;            // K x K
+  T *vectors;      // K x K: eigenvectors, `replace` only
+  T *signs;        // K
+  T nis, log_likelihood;
+  int floored;
+
+  static Index square_count(Index rows, Index n) { return rows * n * rows * n; }
+
+  // Moments of the observation from those of u (rows x stride) and cov (K x K, dense).
+  void predict(const T *u, Index stride, const T *cov, bool softmax_output, int order) {
+    const Index K = rows * n;
+    for (Index a = 0; a < rows; ++a) {
+      const T *ua = u + a * stride;
+      if (!softmax_output) {
+        for (Index i = 0; i < n; ++i) mean[a * n + i] = ua[i];
+        continue;
+      }
+      softmax(ua, n, p + a * n);
+      if (order == 1) {
+        for (Index i = 0; i < n; ++i) mean[a * n + i] = p[a * n + i];
+      } else {
+        softmax_second_order(p + a * n, cov + (a * n) * K + a * n, K, n, mean + a * n);
+      }
+    }
+  }
+
+  // Epistemic covariance of the observation: S_u, or J S_u J^T. `out` is K x K; `scratch` as large.
+  void predicted_cov(const T *cov, bool softmax_output, T *out, T *scratch) const {
+    const Index K = rows * n;
+    if (!softmax_output) {
+      for (Index i = 0; i < K * K; ++i) out[i] = cov[i];
+      return;
+    }
+    for (Index a = 0; a < rows; ++a) softmax_jacobian(p + a * n, n, map + a * n * n);
+    sandwich(cov, scratch, out);
+  }
+
+  // `fuse`: a Kalman update. Writes r and B into `adjoint` (whose rank is K), and N where it is wanted.
+  void fuse(const T *cov, const T *y, const Noise<T> &noise, int output, int noise_kind, bool want_N,
+            const Adjoint<T> &adjoint) {
+    const Index K = rows * n;
+    const bool multinomial = noise_kind == KBT_NOISE_MULTINOMIAL;
+    innovate(y);
+    if (output == KBT_SOFTMAX) set_map(multinomial);
+    if (output == KBT_SOFTMAX) {
+      sandwich(cov, X, L);
+    } else {
+      for (Index i = 0; i < K * K; ++i) L[i] = cov[i];
+    }
+    for (Index a = 0; a < rows; ++a) {
+      for (Index i = 0; i < n; ++i) {
+        for (Index k = 0; k < n; ++k) {
+          L[(a * n + i) * K + a * n + k] += multinomial ? T(i == k) : noise.at(i, k, n);
+        }
+      }
+    }
+    floored = cholesky(L, K, multinomial ? T(1) : T(kNoiseFloor));
+
+    // X = L^-1 G^T, then r = X^T L^-1 innovation
+    for (Index i = 0; i < K * K; ++i) X[i] = T(0);
+    for (Index a = 0; a < rows; ++a) {
+      for (Index i = 0; i < n; ++i) {
+        for (Index k = 0; k < n; ++k) {
+          X[(a * n + i) * K + a * n + k] = output == KBT_SOFTMAX ? map[(a * n + k) * n + i] : T(i == k);
+        }
+      }
+    }
+    solve_lower_rows(L, K, X, K);
+    solve_lower(L, K, innovation);
+    nis = dot(innovation, innovation, K);
+    log_likelihood = output == KBT_SOFTMAX ? log_probability(y) : log_density(K);
+    for (Index k = 0; k < K; ++k) signs[k] = T(1);
+    for (Index i = 0; i < K; ++i) {
+      T r = T(0);
+      for (Index k = 0; k < K; ++k) {
+        adjoint.B(k, i / n)[i % n] = X[k * K + i];
+        r += X[k * K + i] * innovation[k];
+      }
+      adjoint.r(i / n)[i % n] = r;
+    }
+
+    if (want_N) whiten([&](Index i, Index k) { return multinomial ? T(i == k) : noise_at(noise, i, k); });
+  }
+
+  // `replace`, the paper's rule: the output becomes y with covariance `noise`, Lambda = V (noise - S) V with V = S^-1.
+  // In the basis where S = I and noise = diag(l), Lambda = diag(l - 1): variance shrinks where l < 1 and grows elsewhere.
+  void replace(const T *cov, const T *y, const Noise<T> &noise, const Adjoint<T> &adjoint) {
+    const Index K = rows * n;
+    innovate(y);
+    for (Index i = 0; i < K * K; ++i) L[i] = cov[i];
+    for (Index i = 0; i < K; ++i) L[i * K + i] += T(kNoiseFloor);
+    floored = cholesky(L, K, T(kNoiseFloor));
+    whiten([&](Index i, Index k) { return noise_at(noise, i, k); });
+    symmetric_eigen(N, vectors, K);
+
+    for (Index i = 0; i < K * K; ++i) X[i] = T(0);
+    for (Index i = 0; i < K; ++i) X[i * K + i] = T(1);
+    solve_lower_rows(L, K, X, K);  // L^-1
+    solve_lower(L, K, innovation);
+    nis = dot(innovation, innovation, K);
+    log_likelihood = log_density(K);
+    for (Index i = 0; i < K; ++i) {  // r = L^-T L^-1 e
+      T sum = T(0);
+      for (Index k = i; k < K; ++k) sum += X[k * K + i] * innovation[k];
+      adjoint.r(i / n)[i % n] = sum;
+    }
+    Index next = 0;
+    for (const T sign : {T(1), T(-1)}) {  // measurements first
+      for (Index e = 0; e < K; ++e) {
+        const T l = N[e * K + e] > T(0) ? N[e * K + e] : T(0);
+        if ((l < T(1)) != (sign > T(0))) continue;
+        const T scale = std::sqrt(std::fabs(T(1) - l));
+        for (Index i = 0; i < K; ++i) {  // column of L^-T times eigenvector
+          T sum = T(0);
+          for (Index k = i; k < K; ++k) sum += X[k * K + i] * vectors[k * K + e];
+          adjoint.B(next, i / n)[i % n] = sum * scale;
+        }
+        signs[next] = sign;
+        innovation[next] = sign * l;  // the innovation is spent: its place keeps the new diagonal of N
+        ++next;
+      }
+    }
+    for (Index i = 0; i < K * K; ++i) N[i] = T(0);
+    for (Index i = 0; i < K; ++i) N[i * K + i] = innovation[i];
+  }
+
+  // N <- Q = N + B^T rest B: the noise of a measurement of the last layer's weights alone, when `rest` (K x K) is the
+  // part of S_u that does not come from them. A sum of positive terms where I - B^T A S A^T B would cancel.
+  void add_rest(const T *rest, const Adjoint<T> &adjoint, T *scratch) {
+    const Index K = rows * n;
+    for (Index k = 0; k < K; ++k) {
+      for (Index i = 0; i < K; ++i) scratch[i] = adjoint.B(k, i / n)[i % n];
+      for (Index i = 0; i < K; ++i) scratch[K + i] = dot(rest + i * K, scratch, K);
+      for (Index l = 0; l < K; ++l) {
+        T sum = T(0);
+        for (Index i = 0; i < K; ++i) sum += adjoint.B(l, i / n)[i % n] * scratch[K + i];
+        N[l * K + k] += sum;
+      }
+    }
+  }
+
+  // One EM step for diagonal R (METHOD section 3, adaptive): E of the squared noise given the sample, averaged over rows.
+  T expected_noise(const Adjoint<T> &adjoint, Index i, T R) const {
+    T sum = T(0);
+    for (Index a = 0; a < rows; ++a) {
+      const T Ve = adjoint.r(a)[i];
+      T V = T(0);
+      for (Index k = 0; k < adjoint.rank; ++k) V += adjoint.B(k, a)[i] * adjoint.B(k, a)[i];
+      sum += (R * Ve) * (R * Ve) + (R - R * V * R);
+    }
+    return sum / T(rows);
+  }
+
+ private:
+  void innovate(const T *y) {
+    for (Index i = 0; i < rows * n; ++i) innovation[i] = y[i] - mean[i];
+  }
+
+  void set_map(bool multinomial) {
+    for (Index a = 0; a < rows; ++a) {
+      const T *pa = p + a * n;
+      T *G = map + a * n * n, *q = X;  // X is free until the solve
+      if (!multinomial) {
+        softmax_jacobian(pa, n, G);
+        continue;
+      }
+      const T sum = T(1) + T(n) * T(kSmoothing);
+      for (Index i = 0; i < n; ++i) q[i] = (pa[i] + T(kSmoothing)) / sum;
+      softmax_root(q, n, G);
+      for (Index i = 0; i < n; ++i) innovation[a * n + i] /= std::sqrt(q[i]);
+    }
+  }
+
+  // out = G^T cov G, block by block.
+  void sandwich(const T *cov, T *scratch, T *out) const {
+    const Index K = rows * n;
+    for (Index i = 0; i < K; ++i) {  // scratch = cov G
+      for (Index b = 0; b < rows; ++b) {
+        T *to = scratch + i * K + b * n;
+        fill(to, T(0), n);
+        for (Index k = 0; k < n; ++k) axpy(to, cov[i * K + b * n + k], map + (b * n + k) * n, n);
+      }
+    }
+    for (Index i = 0; i < K * K; ++i) out[i] = T(0);
+    for (Index a = 0; a < rows; ++a) {
+      for (Index k = 0; k < n; ++k) {
+        for (Index i = 0; i < n; ++i) {
+          axpy(out + (a * n + i) * K, map[(a * n + k) * n + i], scratch + (a * n + k) * K, K);
+        }
+      }
+    }
+  }
+
+  T noise_at(const Noise<T> &noise, Index i, Index k) const {  // block diagonal over rows
+    return i / n == k / n ? noise.at(i % n, k % n, n) : T(0);
+  }
+
+  // N = L^-1 A L^-T for a symmetric A given by its entries.
+  template <class Entry>
+  void whiten(Entry entry) {
+    const Index K = rows * n;
+    for (Index k = 0; k < K; ++k) {
+      for (Index i = 0; i < K; ++i) N[k * K + i] = entry(i, k);
+      solve_lower(L, K, N + k * K);
+    }
+    for (Index i = 0; i < K; ++i) {
+      for (Index k = 0; k < i; ++k) {
+        const T x = N[i * K + k];
+        N[i * K + k] = N[k * K + i];
+        N[k * K + i] = x;
+      }
+    }
+    for (Index k = 0; k < K; ++k) solve_lower(L, K, N + k * K);
+  }
+
+  T log_density(Index K) const {  // log N(e; 0, L L^T)
+    T sum = T(0);
+    for (Index i = 0; i < K; ++i) sum += log_positive(L[i * K + i]);
+    return T(-0.5) * nis - sum - T(0.9189385332046727) * T(K);
+  }
+
+  T log_probability(const T *y) const {
+    T sum = T(0);
+    for (Index i = 0; i < rows * n; ++i) sum += y[i] * log_positive(mean[i] > T(1e-30) ? mean[i] : T(1e-30));
+    return sum;
+  }
+};
+
+}  // namespace kbt

@@ -1,0 +1,299 @@
+// posterior.hpp - the weights of one layer: means, and UD factors of their covariance (METHOD section 5).
+//
+// S = U D U^T with U unit upper triangular. Every change of S is a rank-one step on the factors that can only multiply
+// an entry of D by a positive number, so no rounding makes S indefinite. float32 is enough for ever.
+#pragma once
+
+#include <limits>
+#include <type_traits>
+
+#include "gaussian.hpp"
+#include "kbt.h"
+#include "matrix.hpp"
+
+namespace kbt {
+
+// Covariance of a layer's pre-activations or activations over (row a, neuron j). Either dense, or, where different
+// neurons are known to be uncorrelated, only the rows x rows block of each neuron, neurons innermost.
+template <class T>
+struct Cov {
+  T *data;
+  bool dense;
+  Index rows, n, stride;  // stride: n padded to whole lanes where the layer is wide enough
+
+  static Index count(bool dense, Index rows, Index n, Index stride) {
+    return dense ? rows * n * rows * n : rows * rows * stride;
+  }
+  T *row(Index a, Index j) const { return data + (a * n + j) * rows * n; }  // dense only
+  T &same(Index a, Index b, Index j) const {                                // Cov(u_aj, u_bj)
+    return dense ? row(a, j)[b * n + j] : data[(a * rows + b) * stride + j];
+  }
+};
+
+// The adjoint of one layer's pre-activations (METHOD section 4): r and the columns of B with Lambda = -B diag(sign) B^T.
+// Column 0 is r. Each column is rows x stride, neurons innermost.
+template <class T>
+struct Adjoint {
+  T *data;
+  const T *signs;  // +1: a measurement, variance shrinks; -1: variance grows. The measurements come first.
+  Index rank, rows, stride;
+
+  T *r(Index a) const { return data + a * stride; }
+  T *B(Index k, Index a) const { return data + ((k + 1) * rows + a) * stride; }
+};
+
+// Smallest share of a variance that one step may leave: below it only rounding speaks.
+template <class T>
+constexpr T smallest_share() {
+  return std::numeric_limits<T>::epsilon();
+}
+
+// UD factors of W symmetric M x M matrices. W = kLanes: eight neurons side by side, lane = neuron. W = 1: one matrix
+// alone, columns of U padded to whole lanes, lane = row of U. In both a column of U is a run of chunks of eight numbers,
+// so the passes over U, where all the time goes, are the same code.
+template <class T, Index W>
+struct Factors {
+  static_assert(W == 1 || W == kLanes, "a factor stands alone or in a full set of lanes");
+  static constexpr Index kWidth = W;
+  using Value = std::conditional_t<W == 1, T, Lanes<T>>;
+
+  Index M;
+  T *d;  // M x W
+  T *u;  // columns q = 1 .. M-1, each chunks(q) x 8
+
+  static constexpr Index chunks(Index q) { return W == 1 ? padded(q) / kLanes : q; }
+  static Index u_count(Index M) {
+    if (W == kLanes) return M * (M - 1) / 2 * kLanes;
+    if (M < 2) return 0;
+    const Index full = (M - 1) / kLanes, rest = (M - 1) % kLanes;  // columns 1..8 take one chunk, 9..16 two, ...
+    return kLanes * (kLanes * full * (full + 1) / 2 + rest * (full + 1));
+  }
+  // Length of a vector over the rows of U, in numbers.
+  static constexpr Index vector_count(Index M) { return W == 1 ? padded(M) : M * W; }
+
+  static decltype(auto) at(T *x, Index i) {
+    if constexpr (W == 1) {
+      return (x[i]);
+    } else {
+      return lanes(x + i * W);
+    }
+  }
+  static decltype(auto) at(const T *x, Index i) {
+    if constexpr (W == 1) {
+      return (x[i]);
+    } else {
+      return lanes(x + i * W);
+    }
+  }
+  static Value constant(T x) {
+    if constexpr (W == 1) {
+      return x;
+    } else {
+      return Lanes<T>::Constant(x);
+    }
+  }
+  static Value at_least(const Value &x, T floor, int &floored) {
+    if constexpr (W == 1) {
+      const bool low = !(x >= floor);
+      floored += low;
+      return low ? floor : x;
+    } else {
+      Lanes<T> y;
+      for (Index l = 0; l < W; ++l) {
+        const bool low = !(x[l] >= floor);
+        floored += low;
+        y[l] = low ? floor : x[l];
+      }
+      return y;
+    }
+  }
+
+  // f = U^T z, for a z shared by all lanes.
+  void project(const T *z, T *f) const {
+    const T *column = u;
+    for (Index q = 0; q < M; column += chunks(q) * kLanes, ++q) {
+      if constexpr (W == 1) {
+        f[q] = z[q] + dot(column, z, q);
+      } else {
+        Lanes<T> sum = Lanes<T>::Constant(z[q]);
+        for (Index p = 0; p < q; ++p) sum += lanes(column + p * W) * z[p];
+        lanes(f + q * W) = sum;
+      }
+    }
+  }
+
+  // f^T D g
+  Value weighted(const T *f, const T *g) const {
+    Value sum = constant(T(0));
+    for (Index q = 0; q < M; ++q) sum += at(f, q) * at(d, q) * at(g, q);
+    return sum;
+  }
+
+  // b = U D f, which is S a for f = U^T a.
+  void gain(const T *f, T *b) const {
+    fill(b, T(0), vector_count(M));
+    const T *column = u;
+    for (Index q = 0; q < M; ++q) {
+      const Value v = at(d, q) * at(f, q);
+      for (Index i = 0; i < chunks(q); ++i, column += kLanes) lanes(b + i * kLanes) += lanes(column) * v;
+      at(b, q) += v;
+    }
+  }
+
+  // diag(S): s_p = D_p + sum_{q>p} U_pq^2 D_q
+  void diagonal(T *s) const {
+    fill(s, T(0), vector_count(M));
+    const T *column = u;
+    for (Index q = 0; q < M; ++q) {
+      const Value dq = at(d, q);
+      for (Index i = 0; i < chunks(q); ++i, column += kLanes) {
+        lanes(s + i * kLanes) += lanes(column) * lanes(column) * dq;
+      }
+      at(s, q) += dq;
+    }
+  }
+
+  // Scratch of one rank-one step. b: vector_count(M); v, k: M x W; alpha: (M + 1) x W.
+  struct Step {
+    T *b, *v, *k, *alpha;
+  };
+
+  // S <- S - (lambda / alpha_M) (S a)(S a)^T for f = U^T a, where alpha_0 is what the step leaves of the variance of a^T w,
+  // as a share: alpha_0 = 1 - lambda a^T S a, alpha_M = alpha_0 + lambda a^T S a = 1. On return step.b = S a with the old S.
+  //
+  // lambda > 0 is Bierman's measurement update. lambda < 0 adds variance; it is Agee and Turner's rank-one addition
+  // written in the same recursion, with alpha_q = 1 - lambda sum_{i>q} f_i v_i summed from the far end, so that again
+  // only positive terms are added.
+  void rank_one(const T *f, const Value &lambda, const Value &alpha_0, bool may_grow, const Step &step) {
+    fill(step.b, T(0), vector_count(M));
+    at(step.alpha, 0) = alpha_0;
+    for (Index q = 0; q < M; ++q) {
+      at(step.v, q) = at(d, q) * at(f, q);
+      at(step.alpha, q + 1) = at(step.alpha, q) + lambda * at(f, q) * at(step.v, q);
+    }
+    if (may_grow) grow_from_the_end(f, lambda, step);
+    T *column = u;
+    for (Index q = 0; q < M; ++q) {
+      const Value before = at(step.alpha, q), after = at(step.alpha, q + 1);
+      const Value v = at(step.v, q), k = lambda * at(f, q) / before;
+      for (Index i = 0; i < chunks(q); ++i, column += kLanes) {
+        const Lanes<T> uq = lanes(column);
+        auto b = lanes(step.b + i * kLanes);
+        lanes(column) = uq - k * b;
+        b += uq * v;
+      }
+      at(step.b, q) = v;
+      at(step.k, q) = k;
+      at(d, q) *= before / after;
+    }
+  }
+
+  // f' = U'^T a after a rank-one step, for any other a: U changed by -k_q b^(q-1) in column q.
+  void advance(T *f, const Step &step) const {
+    Value sum = constant(T(0));
+    for (Index q = 0; q < M; ++q) {
+      const Value old = at(f, q);
+      at(f, q) = old - at(step.k, q) * sum;
+      sum += at(step.v, q) * old;
+    }
+  }
+
+  // D <- min(D / forgetting, max(D, prior)): METHOD section 5.
+  void forget(T forgetting, T prior) {
+    for (Index i = 0; i < M * W; ++i) {
+      const T limit = d[i] > prior ? d[i] : prior, raised = d[i] / forgetting;
+      d[i] = raised < limit ? raised : limit;
+    }
+  }
+
+ private:
+  void grow_from_the_end(const T *f, const Value &lambda, const Step &step) {
+    Value rest = constant(T(0));
+    for (Index q = M; q >= 0; --q) {
+      if constexpr (W == 1) {
+        if (lambda < T(0)) step.alpha[q] = T(1) - lambda * rest;
+      } else {
+        lanes(step.alpha + q * W) = (lambda < T(0)).select(T(1) - lambda * rest, lanes(step.alpha + q * W));
+      }
+      if (q > 0) rest += at(f, q - 1) * at(step.v, q - 1);
+    }
+  }
+};
+
+// The weights of one layer: n neurons with m inputs and a bias. A group is a set of neurons whose weights are correlated:
+// all of them (`full`), or each alone (`neuron`), eight of those abreast where there are enough.
+template <class T>
+struct Posterior {
+  Index n, M1, stride;  // M1 = m + 1 inputs with the bias last; stride: n, padded to lanes from 8 neurons on
+  int structure;        // KBT_FULL, KBT_NEURON, KBT_DIAGONAL
+  bool abreast;         // neuron, n >= 8: lanes are neurons
+  T prior_var;
+  T *mean;  // M1 x stride, neurons innermost
+  T *d;     // abreast: blocks x M1 x 8; full: M; neuron: n x M1; diagonal: M1 x stride
+  T *u;     // abreast: blocks x u_count; full, neuron: groups x u_count; diagonal: none
+
+  using Wide = Factors<T, kLanes>;
+  using Alone = Factors<T, 1>;
+
+  void shape(Index inputs, Index neurons, int covariance, T prior) {
+    n = neurons;
+    M1 = inputs + 1;
+    structure = covariance;
+    abreast = covariance == KBT_NEURON && n >= kLanes;
+    stride = n >= kLanes ? padded(n) : n;
+    prior_var = prior;
+  }
+
+  Index members() const { return structure == KBT_FULL ? n : 1; }  // neurons in a group
+  Index groups() const { return abreast ? stride / kLanes : (structure == KBT_FULL ? 1 : n); }
+  Index M() const { return members() * M1; }  // weights in a group
+  Index width() const { return abreast ? kLanes : 1; }
+  Index mean_count() const { return M1 * stride; }
+  Index d_count() const { return structure == KBT_DIAGONAL ? M1 * stride : groups() * M() * width(); }
+  Index u_count() const {
+    if (structure == KBT_DIAGONAL) return 0;
+    return groups() * (abreast ? Wide::u_count(M1) : Alone::u_count(M()));
+  }
+  // Projections F = U^T z of every row, kept from the forward pass for the update.
+  Index projection_count(Index rows) const {
+    if (structure == KBT_DIAGONAL) return 0;
+    return groups() * rows * members() * M() * width() + (abreast ? 0 : M());  // alone: one spare row behind
+  }
+
+  Wide wide(Index block) const { return Wide{M1, d + block * M1 * kLanes, u + block * Wide::u_count(M1)}; }
+  Alone alone(Index group) const { return Alone{M(), d + group * M(), u + group * Alone::u_count(M())}; }
+
+  // D and U entries by neuron and input, for whoever reads or writes the state.
+  T &D(Index group, Index p) const {
+    if (structure == KBT_DIAGONAL) return d[p * stride + group];
+    if (abreast) return wide(group / kLanes).d[p * kLanes + group % kLanes];
+    return alone(group).d[p];
+  }
+  T &U(Index group, Index p, Index q) const {  // p < q
+    if (abreast) return wide(group / kLanes).u[(q * (q - 1) / 2 + p) * kLanes + group % kLanes];
+    return alone(group).u[Alone::u_count(q) + p];
+  }
+  Index matrices() const { return structure == KBT_FULL ? 1 : n; }  // as D and U count groups
+
+  void reset_factors() {
+    fill(d, T(0), d_count());
+    fill(u, T(0), u_count());
+    for (Index g = 0; g < matrices(); ++g) {
+      for (Index p = 0; p < M(); ++p) D(g, p) = prior_var;
+    }
+  }
+
+  T covariance(Index group, Index p, Index q) const {  // S_pq of one group
+    const Index low = p < q ? p : q, high = p < q ? q : p;
+    if (structure == KBT_DIAGONAL) return low == high ? D(group, low) : T(0);
+    T sum = (low == high ? T(1) : U(group, low, high)) * D(group, high);
+    for (Index r = high + 1; r < M(); ++r) sum += U(group, low, r) * D(group, r) * U(group, high, r);
+    return sum;
+  }
+
+  void forget(T forgetting) {
+    if (forgetting < T(1)) Alone{d_count(), d, nullptr}.forget(forgetting, prior_var);
+  }
+};
+
+}  // namespace kbt

@@ -1,0 +1,60 @@
+// softmax.hpp - Taylor moments of the softmax of one row (METHOD section 2).
+#pragma once
+
+#include "gaussian.hpp"
+#include "matrix.hpp"
+
+namespace kbt {
+
+// p = softmax(u), the row maximum subtracted first.
+template <class T>
+void softmax(const T *u, Index n, T *p) {
+  T top = u[0], sum = T(0);
+  for (Index i = 1; i < n; ++i) top = u[i] > top ? u[i] : top;
+  for (Index i = 0; i < n; ++i) {
+    p[i] = exp_negative(u[i] - top);
+    sum += p[i];
+  }
+  for (Index i = 0; i < n; ++i) p[i] /= sum;
+}
+
+// Second order: mean_i = p_i + p_i/2 [(e_i - p)^T S (e_i - p) - (sum_k p_k S_kk - p^T S p)], held to a probability.
+// S is the n x n covariance of u with leading dimension ld. mean may not alias p.
+template <class T>
+void softmax_second_order(const T *p, const T *S, Index ld, Index n, T *mean) {
+  T own = T(0), whole = T(0);
+  for (Index i = 0; i < n; ++i) {
+    mean[i] = dot(S + i * ld, p, n);  // (S p)_i, for the moment
+    own += p[i] * S[i * ld + i];
+    whole += p[i] * mean[i];
+  }
+  T sum = T(0);
+  for (Index i = 0; i < n; ++i) {
+    const T bend = S[i * ld + i] - T(2) * mean[i] + whole;
+    const T value = p[i] + T(0.5) * p[i] * (bend - (own - whole));
+    mean[i] = value > T(0) ? value : T(0);
+    sum += mean[i];
+  }
+  for (Index i = 0; i < n; ++i) mean[i] /= sum;
+}
+
+// J = diag(p) - p p^T, which is its own transpose.
+template <class T>
+void softmax_jacobian(const T *p, Index n, T *J) {
+  for (Index i = 0; i < n; ++i) {
+    for (Index k = 0; k < n; ++k) J[i * n + k] = (i == k ? p[i] : T(0)) - p[i] * p[k];
+  }
+}
+
+// Multinomial noise needs a root of J: F F^T = J with F = diag(sqrt(q)) - q sqrt(q)^T.
+template <class T>
+void softmax_root(const T *q, Index n, T *F) {
+  for (Index i = 0; i < n; ++i) {
+    for (Index k = 0; k < n; ++k) {
+      const T root = std::sqrt(q[k]);
+      F[i * n + k] = (i == k ? root : T(0)) - q[i] * root;
+    }
+  }
+}
+
+}  // namespace kbt

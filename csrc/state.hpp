@@ -1,0 +1,231 @@
+// state.hpp - the state blob: what a head has learned, as the same bytes on every machine.
+//
+//   offset  0  "KBTS"
+//           4  u32  format version
+//           8  u64  length of the whole blob
+//          16  u32  CRC-32 of everything from offset 24
+//          20  u32  0
+//          24  configuration, samples, noise, then per layer: means (n x (m+1)), D, columns of U above the diagonal
+//
+// All little-endian, IEEE 754. The order of the factors is that of the mathematics, not of the arena, so layouts may
+// change without touching the format.
+#pragma once
+
+#include "head.hpp"
+
+namespace kbt {
+
+constexpr std::uint32_t kStateVersion = 1;
+constexpr std::size_t kHeaderBytes = 24;
+
+inline std::uint32_t crc32(const unsigned char *bytes, std::size_t count) {
+  static constexpr std::uint32_t kTable[16] = {  // reflected polynomial 0xEDB88320, four bits at a time
+      0x00000000U, 0x1DB71064U, 0x3B6E20C8U, 0x26D930ACU, 0x76DC4190U, 0x6B6B51F4U, 0x4DB26158U, 0x5005713CU,
+      0xEDB88320U, 0xF00F9344U, 0xD6D6A3E8U, 0xCB61B38CU, 0x9B64C2B0U, 0x86D3D2D4U, 0xA00AE278U, 0xBDBDF21CU};
+  std::uint32_t crc = 0xFFFFFFFFU;
+  for (std::size_t i = 0; i < count; ++i) {
+    crc ^= bytes[i];
+    crc = (crc >> 4) ^ kTable[crc & 15U];
+    crc = (crc >> 4) ^ kTable[crc & 15U];
+  }
+  return ~crc;
+}
+
+// A cursor over bytes that writes, or only counts when it has none.
+class Writer {
+ public:
+  explicit Writer(unsigned char *bytes) : bytes_(bytes) {}
+  template <class U>
+  void integer(U value) {
+    for (std::size_t i = 0; i < sizeof(U); ++i, ++used_) {
+      if (bytes_ != nullptr) bytes_[used_] = static_cast<unsigned char>(value >> (8 * i) & 0xFFU);
+    }
+  }
+  void i32(std::int32_t value) { integer(static_cast<std::uint32_t>(value)); }
+  void real(float value) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    integer(bits);
+  }
+  void real(double value) {
+    std::uint64_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    integer(bits);
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  unsigned char *bytes_;
+  std::size_t used_ = 0;
+};
+
+// A cursor that reads and never passes the end: what is missing reads as 0 and is remembered.
+class Reader {
+ public:
+  Reader(const unsigned char *bytes, std::size_t count) : bytes_(bytes), count_(count) {}
+  template <class U>
+  U integer() {
+    U value = 0;
+    if (count_ - used_ < sizeof(U)) {
+      short_ = true;
+      return value;
+    }
+    for (std::size_t i = 0; i < sizeof(U); ++i, ++used_) value = static_cast<U>(value | static_cast<U>(bytes_[used_]) << (8 * i));
+    return value;
+  }
+  std::int32_t i32() { return static_cast<std::int32_t>(integer<std::uint32_t>()); }
+  void real(float &value) {
+    const auto bits = integer<std::uint32_t>();
+    std::memcpy(&value, &bits, sizeof value);
+  }
+  void real(double &value) {
+    const auto bits = integer<std::uint64_t>();
+    std::memcpy(&value, &bits, sizeof value);
+  }
+  bool complete() const { return !short_ && used_ == count_; }
+  bool truncated() const { return short_; }
+
+ private:
+  const unsigned char *bytes_;
+  std::size_t count_, used_ = 0;
+  bool short_ = false;
+};
+
+// Calls visit(field) for every number of a configuration, in the order of the format.
+template <class Config, class Visit>
+void visit_config(Config &cfg, Visit visit) {
+  visit(cfg.dtype);
+  visit(cfg.layers);
+  for (auto &width : cfg.widths) visit(width);
+  visit(cfg.max_rows);
+  visit(cfg.output);
+  visit(cfg.covariance);
+  visit(cfg.rule);
+  visit(cfg.noise);
+  visit(cfg.relu_order);
+  visit(cfg.softmax_order);
+  for (auto &var : cfg.prior_var) visit(var);
+  visit(cfg.noise_var);
+  visit(cfg.input_var);
+  visit(cfg.forgetting);
+  visit(cfg.gate);
+}
+
+inline void write_config(Writer &out, const kbt_config &cfg) {
+  struct {
+    Writer &out;
+    void operator()(std::int32_t x) const { out.i32(x); }
+    void operator()(double x) const { out.real(x); }
+  } visit{out};
+  visit_config(cfg, visit);
+}
+
+inline void read_config(Reader &in, kbt_config &cfg) {
+  struct {
+    Reader &in;
+    void operator()(std::int32_t &x) const { x = in.i32(); }
+    void operator()(double &x) const { in.real(x); }
+  } visit{in};
+  visit_config(cfg, visit);
+}
+
+// Calls visit(value) for every learned number of a layer, in the order of the format.
+template <class T, class Mean, class Variance, class Correlation>
+void visit_layer(const Posterior<T> &w, Mean mean, Variance variance, Correlation correlation) {
+  for (Index j = 0; j < w.n; ++j) {
+    for (Index p = 0; p < w.M1; ++p) mean(w.mean[p * w.stride + j]);
+  }
+  for (Index g = 0; g < w.matrices(); ++g) {
+    for (Index p = 0; p < w.M(); ++p) variance(w.D(g, p));
+    for (Index q = 1; w.structure != KBT_DIAGONAL && q < w.M(); ++q) {
+      for (Index p = 0; p < q; ++p) correlation(w.U(g, p, q));
+    }
+  }
+}
+
+template <class T>
+std::size_t write_state(const Head<T> &head, unsigned char *blob) {
+  Writer out(blob);
+  out.integer(std::uint32_t{0x5354424BU});  // "KBTS"
+  out.integer(kStateVersion);
+  for (int i = 0; i < 4; ++i) out.integer(std::uint32_t{0});  // length, CRC and the spare word: filled in below
+  write_config(out, head.cfg);
+  out.integer(head.samples);
+  out.i32(static_cast<std::int32_t>(head.noise_count()));
+  for (Index i = 0; i < head.noise_count(); ++i) out.real(head.noise()[i]);
+  const auto put = [&](T x) { out.real(x); };
+  for (Index i = 0; i < head.layers(); ++i) visit_layer(head.weights(i), put, put, put);
+  if (blob != nullptr) {
+    Writer(blob + 8).integer(static_cast<std::uint64_t>(out.used()));
+    Writer(blob + 16).integer(crc32(blob + kHeaderBytes, out.used() - kHeaderBytes));
+  }
+  return out.used();
+}
+
+// Header, length and CRC; then `cfg` as the blob has it.
+inline kbt_status read_header(const unsigned char *blob, std::size_t size, kbt_config &cfg) {
+  if (size < 4) return KBT_E_BLOB_SHORT;
+  Reader header(blob, size < kHeaderBytes ? size : kHeaderBytes);
+  if (header.integer<std::uint32_t>() != 0x5354424BU) return KBT_E_BLOB_FOREIGN;
+  const auto version = header.integer<std::uint32_t>();
+  const auto length = header.integer<std::uint64_t>();
+  const auto crc = header.integer<std::uint32_t>(), spare = header.integer<std::uint32_t>();
+  if (header.truncated()) return KBT_E_BLOB_SHORT;
+  if (version != kStateVersion) return version > kStateVersion ? KBT_E_BLOB_VERSION : KBT_E_BLOB_FOREIGN;
+  if (length > size) return KBT_E_BLOB_SHORT;
+  if (length != size || spare != 0) return KBT_E_BLOB_CRC;
+  if (crc32(blob + kHeaderBytes, size - kHeaderBytes) != crc) return KBT_E_BLOB_CRC;
+  Reader body(blob + kHeaderBytes, size - kHeaderBytes);
+  read_config(body, cfg);
+  return body.truncated() ? KBT_E_BLOB_SHORT : KBT_OK;
+}
+
+inline bool same_config(const kbt_config &a, const kbt_config &b) {
+  unsigned char bytes[2][sizeof(kbt_config)];
+  Writer first(bytes[0]), second(bytes[1]);
+  write_config(first, a);
+  write_config(second, b);
+  return std::memcmp(bytes[0], bytes[1], first.used()) == 0;
+}
+
+// Two passes over the same bytes: the first only judges, the second writes.
+template <class T>
+kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size) {
+  kbt_config cfg{};
+  const kbt_status status = read_header(blob, size, cfg);
+  if (status != KBT_OK) return status;
+  if (!same_config(cfg, head.cfg)) return KBT_E_BLOB_CONFIG;
+  for (const bool commit : {false, true}) {
+    Reader in(blob + kHeaderBytes, size - kHeaderBytes);
+    read_config(in, cfg);
+    const auto samples = in.integer<std::uint64_t>();
+    const Index count = in.i32(), n = head.outputs();
+    if (count != n && !(count == n * n && cfg.noise == KBT_NOISE_CONSTANT)) return KBT_E_BLOB_VALUE;
+    T *noise = head.noise_scratch();
+    for (Index i = 0; i < count; ++i) in.real(noise[i]);
+    if (!Head<T>::noise_valid(noise, count, n)) return KBT_E_BLOB_VALUE;
+    for (Index i = 0; i < n; ++i) {
+      if (noise[count == n ? i : i * n + i] < T(kNoiseFloor)) return KBT_E_BLOB_VALUE;
+    }
+    bool valid = true;
+    const auto take = [&](T &to, T lowest) {
+      T x;
+      in.real(x);
+      valid = valid && is_finite(x) && x >= lowest;
+      if (commit) to = x;
+    };
+    constexpr T kAny = std::numeric_limits<T>::lowest();
+    for (Index i = 0; i < head.layers(); ++i) {
+      visit_layer(head.weights(i), [&](T &x) { take(x, kAny); }, [&](T &x) { take(x, T(0)); }, [&](T &x) { take(x, kAny); });
+    }
+    if (!in.complete() || !valid) return KBT_E_BLOB_VALUE;
+    if (commit) {
+      head.restore_noise(noise, count == n * n && n > 1);
+      head.samples = samples;
+      head.predicted_rows = 0;
+    }
+  }
+  return KBT_OK;
+}
+
+}  // namespace kbt

@@ -1,0 +1,60 @@
+"""Turns what a user passes into the plain arrays the core reads, or says exactly why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kbt_edge.errors import DtypeError, NumericsError, RangeError, ShapeError
+
+Array = npt.NDArray[Any]
+
+
+def real_array(name: str, value: object, dtype: npt.DTypeLike) -> Array:
+    """A C-contiguous, finite array of ``dtype``. Integers and other float widths are converted, nothing else is."""
+    given = _as_array(name, value)
+    if given.dtype.kind not in "fiu" or given.dtype.hasobject:
+        raise DtypeError(f"{name}: expected real numbers, got an array of dtype {given.dtype}")
+    _check_finite(name, given)
+    with np.errstate(over="ignore"):
+        array = np.ascontiguousarray(given, dtype=dtype).reshape(given.shape)  # ascontiguousarray makes 0-d into 1-d
+    if not np.isfinite(array).all():
+        worst = given.flat[int(np.argmax(~np.isfinite(array)))]
+        raise NumericsError(f"{name}: {worst!r} does not fit into {np.dtype(dtype).name}")
+    if not array.flags.aligned:
+        array = array.copy()
+    return array
+
+
+def labels_array(name: str, value: object, classes: int) -> npt.NDArray[np.int32]:
+    """Class labels as int32, each within 0..classes-1."""
+    given = _as_array(name, value)
+    if given.dtype.kind not in "iu":
+        raise DtypeError(f"{name}: expected integer class labels, got an array of dtype {given.dtype}")
+    outside = (given < 0) | (given >= classes)
+    if outside.any():
+        bad = given[outside].flat[0]
+        raise RangeError(f"{name}: expected class labels in 0..{classes - 1}, got {bad}")
+    return np.ascontiguousarray(given, dtype=np.int32).reshape(given.shape)
+
+
+def shape_error(name: str, expected: str, array: Array) -> ShapeError:
+    return ShapeError(f"{name}: expected shape {expected}, got {array.shape}")
+
+
+def _as_array(name: str, value: object) -> Array:
+    if isinstance(value, np.ma.MaskedArray):
+        raise DtypeError(f"{name}: expected a plain array, got a masked array")
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise DtypeError(f"{name}: expected an array of numbers, got {type(value).__name__} ({error})") from None
+
+
+def _check_finite(name: str, array: Array) -> None:
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        where = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
+        place = f" at index {where if len(where) != 1 else where[0]}" if where else ""
+        raise NumericsError(f"{name}: expected finite numbers, got {array[where]}{place}")

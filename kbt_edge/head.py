@@ -1,0 +1,531 @@
+"""The Bayesian head: ``predict`` with uncertainty, ``update`` sample by sample, in fixed memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from kbt_edge import _core
+from kbt_edge._arrays import Array, labels_array, real_array, shape_error
+from kbt_edge._files import read_bounded, write_atomic
+from kbt_edge.errors import BundleError, DtypeError, KbtError, NumericsError, RangeError, ShapeError
+
+__all__ = ["Counters", "Head", "Layer", "Prediction", "Update"]
+
+_DTYPES = ("float32", "float64")
+_OUTPUTS = ("gaussian", "softmax")
+_COVARIANCES = ("full", "neuron", "diagonal")
+_RULES = ("fuse", "replace")
+_NOISES = ("constant", "adaptive", "multinomial")
+
+_MAX_STATE_BYTES = 1 << 31
+
+# Statuses of csrc/kbt.h that a user can meet, by the kind of error they become.
+_STATUS_ERRORS: dict[int, type[KbtError]] = {
+    3: RangeError,
+    4: RangeError,
+    6: ShapeError,
+    7: NumericsError,
+    8: NumericsError,
+    9: RangeError,
+    10: RangeError,
+    11: RangeError,
+    **dict.fromkeys(range(13, 19), BundleError),
+}
+
+
+class Prediction(NamedTuple):
+    """What the head believes about an output, and how sure it is."""
+
+    mean: Array
+    """(d_o,) or (rows, d_o)"""
+    cov: Array
+    """Epistemic covariance, jointly over all rows and outputs: (rows * d_o, rows * d_o)."""
+    total_var: Array
+    """Variance of a new observation: epistemic plus noise, shaped like ``mean``."""
+
+    @property
+    def var(self) -> Array:
+        """Epistemic variance, shaped like ``mean``."""
+        return np.diagonal(self.cov).reshape(self.mean.shape)
+
+    @property
+    def std(self) -> Array:
+        """Epistemic standard deviation."""
+        return np.sqrt(self.var)  # type: ignore[no-any-return]
+
+    @property
+    def total_std(self) -> Array:
+        """Standard deviation of a new observation."""
+        return np.sqrt(self.total_var)  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        if self.mean.size > 6:
+            return f"Prediction(mean of shape {self.mean.shape}, std up to {self.std.max():.3g})"
+        pairs = zip(self.mean.flat, self.std.flat, self.total_std.flat, strict=True)
+        return "Prediction(" + ", ".join(f"{m:.4g} ± {s:.2g} (total {t:.2g})" for m, s, t in pairs) + ")"
+
+
+class Update(NamedTuple):
+    """What one sample told the head, judged before learning from it."""
+
+    status: str
+    """``"ok"``, or ``"gated"`` when the innovation gate rejected the sample."""
+    nis: float
+    """Normalised innovation squared. Its mean is rows * d_o for a consistent gaussian head."""
+    log_likelihood: float
+    """Log predictive density (gaussian) or log probability (softmax) of the sample."""
+
+
+class Counters(NamedTuple):
+    """Events since the head was made or loaded. Diagnostics: not part of the saved state."""
+
+    rejected: int
+    """Calls refused by the core for their input."""
+    gated: int
+    """Samples rejected by the gate."""
+    floored: int
+    """Variances held at a floor because rounding had taken the rest."""
+
+
+class Layer(NamedTuple):
+    """A copy of one layer's posterior."""
+
+    mean: Array
+    """(n, m + 1), bias in the last column."""
+    cov: Array
+    """full: (n (m+1), n (m+1)); neuron: (n, m+1, m+1); diagonal: (n, m+1)."""
+
+
+class Head:
+    """A Bayesian MLP that takes the place of a readout ``weight @ h + bias`` and goes on learning.
+
+    Before any data it reproduces the readout. METHOD section numbers refer to the mathematics in the documentation.
+
+    weight, bias     the readout being replaced: (d_o, d) and (d_o,) or None
+    hidden           widths of the hidden layers, each at least 2 d; () keeps a single linear layer
+    prior_var        variance of the weights before any data, one number or one per layer
+    noise_var        variance of the observation noise: a number, one per output, or a matrix
+    output           "gaussian" for regression and control, "softmax" for classes and tokens
+    covariance       what is kept of the posterior: "full" per layer, "neuron" blocks, or "diagonal"
+    rule             "fuse" is a Kalman update; "replace" is the paper's, gaussian only
+    relu_order       where the series for ReLU correlations stops, 2 to 12
+    softmax_order    Taylor order of the softmax mean, 1 or 2
+    noise            "constant"; "adaptive" learns noise_var (gaussian); "multinomial" needs none (softmax)
+    input_var        variance of h itself
+    forgetting       below 1 for drifting systems: the past fades by this factor per sample
+    gate             samples with a normalised innovation squared above it are rejected; None accepts all
+    max_rows         how many rows one joint update may have
+    dtype            "float32" or "float64"
+    seed             draws the input weights of spare hidden neurons (those beyond 2 d)
+    """
+
+    __slots__ = ("_core", "_dtype")
+
+    _core: _core.Core
+    _dtype: np.dtype[Any]
+
+    def __init__(
+        self,
+        weight: npt.ArrayLike,
+        bias: npt.ArrayLike | None = None,
+        *,
+        hidden: Sequence[int] = (),
+        prior_var: float | Sequence[float] = 1.0,
+        noise_var: npt.ArrayLike = 1e-2,
+        output: str = "gaussian",
+        covariance: str = "neuron",
+        rule: str = "fuse",
+        relu_order: int = 2,
+        softmax_order: int = 1,
+        noise: str = "constant",
+        input_var: float = 0.0,
+        forgetting: float = 1.0,
+        gate: float | None = None,
+        max_rows: int = 1,
+        dtype: npt.DTypeLike = "float32",
+        seed: int = 0,
+    ) -> None:
+        self._dtype = _dtype(dtype)
+        w = real_array("weight", weight, self._dtype)
+        if w.ndim != 2 or 0 in w.shape:
+            raise shape_error("weight", "(d_o, d)", w)
+        b = np.zeros(w.shape[0], self._dtype) if bias is None else real_array("bias", bias, self._dtype)
+        if b.shape != (w.shape[0],):
+            raise shape_error("bias", f"({w.shape[0]},), one per row of weight", b)
+        widths = [w.shape[1], *_widths(hidden, at_least=2 * w.shape[1]), w.shape[0]]
+        seed = _integer("seed", seed, 0, (1 << 64) - 1)
+        self._make(widths, prior_var, noise_var, output, covariance, rule, relu_order, softmax_order, noise, input_var,
+                   forgetting, gate, max_rows)  # fmt: skip
+        self._must(self._core.set_prior(w, b, seed))
+
+    @classmethod
+    def from_means(
+        cls,
+        means: Sequence[npt.ArrayLike],
+        *,
+        prior_var: float | Sequence[float] = 1.0,
+        noise_var: npt.ArrayLike = 1e-2,
+        output: str = "gaussian",
+        covariance: str = "neuron",
+        rule: str = "fuse",
+        relu_order: int = 2,
+        softmax_order: int = 1,
+        noise: str = "constant",
+        input_var: float = 0.0,
+        forgetting: float = 1.0,
+        gate: float | None = None,
+        max_rows: int = 1,
+        dtype: npt.DTypeLike = "float32",
+    ) -> Head:
+        """A head whose prior means are given: one (n, m + 1) array per layer, bias in the last column."""
+        head = cls.__new__(cls)
+        head._dtype = _dtype(dtype)
+        arrays = [real_array(f"means[{i}]", mean, head._dtype) for i, mean in enumerate(means)]
+        if not arrays:
+            raise ShapeError("means: expected at least one layer, got none")
+        widths = [arrays[0].shape[1] - 1 if arrays[0].ndim == 2 else 0]
+        for i, array in enumerate(arrays):
+            if array.ndim != 2 or array.shape[0] < 1 or array.shape[1] != widths[-1] + 1 or widths[-1] < 1:
+                raise shape_error(f"means[{i}]", f"(n, {widths[-1] + 1})" if i else "(n, d + 1)", array)
+            widths.append(array.shape[0])
+        head._make(widths, prior_var, noise_var, output, covariance, rule, relu_order, softmax_order, noise, input_var,
+                   forgetting, gate, max_rows)  # fmt: skip
+        head._must(head._core.set_means(arrays))
+        return head
+
+    # ---- the verbs ---------------------------------------------------------------------------------------------------
+
+    def predict(self, h: npt.ArrayLike) -> Prediction:
+        """Mean and covariance of the output at ``h``, (d,) or (rows, d)."""
+        result = self._core.predict(h)
+        if result is None:
+            result = self._core.predict(self._rows_of_h(h))
+        if isinstance(result, tuple):
+            return Prediction(*result)
+        self._refused(result, h=h)
+
+    def update(self, h: npt.ArrayLike, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
+        """Learn the target ``y`` at ``h``.
+
+        y          (d_o,) or (rows, d_o) like ``h``; for softmax also integer class labels, one per row
+        noise_var  observation noise of this sample, instead of the head's own
+        """
+        return self._learn(h, y, noise_var)
+
+    def observe(self, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
+        """Learn the target of the latest ``predict``, without a second forward pass. Once per prediction."""
+        return self._learn(None, y, noise_var)
+
+    def _learn(self, h: npt.ArrayLike | None, y: npt.ArrayLike, noise_var: npt.ArrayLike | None) -> Update:
+        result = self._core.learn(h, y, noise_var)
+        if result is None:  # something is not a plain array: convert, or say why not
+            rows_h = None if h is None else self._rows_of_h(h)
+            targets = self._targets(y, rows_h)
+            noise = None if noise_var is None else self._noise("noise_var", noise_var)
+            result = self._core.learn(rows_h, targets, noise)
+        if isinstance(result, tuple):
+            gated, nis, log_likelihood = result
+            return Update("gated" if gated else "ok", nis, log_likelihood)
+        self._refused(result, h=h, y=y, noise_var=noise_var)
+
+    # ---- what it knows -----------------------------------------------------------------------------------------------
+
+    @property
+    def d(self) -> int:
+        """Width of the input h."""
+        return self._core.config.widths[0]
+
+    @property
+    def d_o(self) -> int:
+        """Number of outputs."""
+        return self._core.config.widths[-1]
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Copies of the posterior means and covariances, input side first."""
+        return tuple(Layer(self._core.mean(i), self._core.cov(i)) for i in range(self._core.config.layers))
+
+    @property
+    def noise_var(self) -> Array:
+        """The observation noise R now in use: (d_o,) variances, or (d_o, d_o) when a matrix was set."""
+        return self._core.noise()
+
+    @property
+    def samples(self) -> int:
+        """Updates learned since the prior."""
+        return self._core.samples
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory the head lives in. Nothing is allocated beyond them after construction."""
+        return self._core.nbytes
+
+    @property
+    def counters(self) -> Counters:
+        return Counters(*self._core.counters())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings, as the keywords of ``Head`` spell them."""
+        c = self._core.config
+        return {
+            "widths": tuple(c.widths),
+            "prior_var": tuple(c.prior_var),
+            "noise_var": c.noise_var,
+            "output": _OUTPUTS[c.output],
+            "covariance": _COVARIANCES[c.covariance],
+            "rule": _RULES[c.rule],
+            "relu_order": c.relu_order,
+            "softmax_order": c.softmax_order,
+            "noise": _NOISES[c.noise],
+            "input_var": c.input_var,
+            "forgetting": c.forgetting,
+            "gate": c.gate if c.gate > 0 else None,
+            "max_rows": c.max_rows,
+            "dtype": _DTYPES[c.dtype],
+        }
+
+    def factor_range(self, layer: int) -> tuple[float, float]:
+        """Smallest and largest entry of D over the factors of one layer: a cheap sign of health."""
+        return self._core.factor_range(_integer("layer", layer, 0, self._core.config.layers - 1))
+
+    def __repr__(self) -> str:
+        c = self.config
+        shape = "→".join(str(n) for n in c["widths"])
+        return (
+            f"Head({shape}, {c['output']}, {c['covariance']}, {c['dtype']}, {c['rule']}; "
+            f"{self.samples} samples, {self.nbytes / 1024:.1f} KiB)"
+        )
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def to_bytes(self) -> bytes:
+        """Configuration and learned state, the same bytes on every machine."""
+        return self._core.save()
+
+    @classmethod
+    def from_bytes(cls, blob: bytes) -> Head:
+        """The head that ``to_bytes`` wrote, bit for bit."""
+        blob = _bytes(blob)
+        config = _core.state_config(blob)
+        head = cls.__new__(cls)
+        if isinstance(config, int):
+            head._refused(config)
+        head._core = _core.Core(config)
+        head._dtype = np.dtype(_DTYPES[config.dtype])
+        head.restore(blob)
+        return head
+
+    def restore(self, blob: bytes) -> None:
+        """Take over a state saved by a head of the same configuration. All or nothing."""
+        self._must(self._core.load(_bytes(blob)))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state to a file. A power cut leaves the old file or the new one."""
+        write_atomic(path, self.to_bytes())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Head:
+        try:
+            return cls.from_bytes(read_bounded(path, _MAX_STATE_BYTES))
+        except BundleError as error:
+            if os.fspath(path) in str(error):
+                raise
+            raise BundleError(f"{os.fspath(path)}: {error}", error.status) from None
+
+    def __copy__(self) -> Head:
+        return Head.from_bytes(self.to_bytes())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Head:
+        return Head.from_bytes(self.to_bytes())
+
+    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
+        return Head.from_bytes, (self.to_bytes(),)
+
+    # ---- conversion and errors ---------------------------------------------------------------------------------------
+
+    def _make(
+        self,
+        widths: list[int],
+        prior_var: float | Sequence[float],
+        noise_var: npt.ArrayLike,
+        output: str,
+        covariance: str,
+        rule: str,
+        relu_order: int,
+        softmax_order: int,
+        noise: str,
+        input_var: float,
+        forgetting: float,
+        gate: float | None,
+        max_rows: int,
+    ) -> None:
+        if len(widths) - 1 > _core.MAX_LAYERS:
+            raise RangeError(f"hidden: expected at most {_core.MAX_LAYERS - 1} layers, got {len(widths) - 2}")
+        config = _core.Config(widths[0], widths[-1])
+        config.widths = widths
+        config.dtype = _DTYPES.index(self._dtype.name)
+        config.output = _choice("output", output, _OUTPUTS)
+        config.covariance = _choice("covariance", covariance, _COVARIANCES)
+        config.rule = _choice("rule", rule, _RULES)
+        config.noise = _choice("noise", noise, _NOISES)
+        config.relu_order = _integer("relu_order", relu_order, 2, 12)
+        config.softmax_order = _integer("softmax_order", softmax_order, 1, 2)
+        config.max_rows = _integer("max_rows", max_rows, 1, 1 << 20)
+        config.prior_var = _per_layer("prior_var", prior_var, len(widths) - 1)
+        config.input_var = _number("input_var", input_var, 0.0, 1e12)
+        config.forgetting = _number("forgetting", forgetting, 1e-3, 1.0)
+        config.gate = 0.0 if gate is None else _number("gate", gate, 1e-300, np.inf)
+        if output == "softmax" and widths[-1] < 2:
+            raise RangeError(f"output: softmax needs at least 2 outputs, got {widths[-1]}")
+        if output == "softmax" and rule == "replace":
+            raise RangeError("rule: expected 'fuse' for a softmax output; 'replace' diverges there within tens of samples")
+        if noise == "adaptive" and (output != "gaussian" or rule != "fuse"):
+            raise RangeError(f"noise: 'adaptive' needs output='gaussian' and rule='fuse', got {output!r} and {rule!r}")
+        if noise == "multinomial" and output != "softmax":
+            raise RangeError(f"noise: 'multinomial' needs output='softmax', got {output!r}")
+        variances = self._noise("noise_var", noise_var, widths[-1], matrix_allowed=noise == "constant")
+        config.noise_var = float(variances[0]) if variances.size == 1 else 0.0
+        status, field = config.check()
+        if status:
+            raise RangeError(f"{field}: {_core.status_str(status)} (widths {widths}, max_rows {max_rows})", status)
+        try:
+            self._core = _core.Core(config)
+        except MemoryError:
+            size = config.arena_bytes()
+            raise RangeError(f"hidden, max_rows: this head needs {size} bytes, more than there is", 4) from None
+        if noise != "multinomial":
+            self._must(self._core.set_noise(variances))
+
+    def _rows_of_h(self, h: npt.ArrayLike) -> Array:
+        array = real_array("h", h, self._dtype)
+        c = self._core.config
+        if array.ndim not in (1, 2) or array.shape[-1] != self.d or array.size == 0:
+            raise shape_error("h", f"({self.d},) or (rows, {self.d})", array)
+        if array.ndim == 2 and array.shape[0] > c.max_rows:
+            raise ShapeError(f"h: expected at most max_rows = {c.max_rows} rows, got {array.shape[0]}")
+        return array
+
+    def _targets(self, y: npt.ArrayLike, h: Array | None) -> Array:
+        """Targets shaped like ``h`` (None: like the latest prediction), or int32 labels."""
+        if h is None and self._core.predicted_rows == 0:
+            self._refused(11)
+        one_row = self._core.one_row if h is None else h.ndim == 1
+        rows = () if one_row else (self._core.predicted_rows if h is None else h.shape[0],)
+        expected = (*rows, self.d_o)
+        given = np.asarray(y)
+        if self._core.config.output == 1 and given.dtype.kind in "iu" and given.shape != expected:
+            labels = labels_array("y", y, self.d_o)
+            if labels.shape != rows:
+                raise shape_error("y", f"{rows} class labels or {expected} probabilities", labels)
+            return labels.reshape(max(1, labels.size))
+        array = real_array("y", y, self._dtype)
+        if array.shape != expected:
+            raise shape_error("y", str(expected), array)
+        return array
+
+    def _noise(self, name: str, value: npt.ArrayLike, d_o: int = 0, matrix_allowed: bool = True) -> Array:
+        n = d_o or self.d_o
+        array = real_array(name, value, self._dtype)
+        shapes: list[tuple[int, ...]] = [(), (1,), (n,)] + ([(n, n)] if matrix_allowed else [])
+        if array.shape not in shapes:
+            raise shape_error(name, f"a number, ({n},)" + (f" or ({n}, {n})" if matrix_allowed else ""), array)
+        variances = np.diagonal(array) if array.ndim == 2 else np.atleast_1d(array)
+        if (variances < 0).any():
+            raise RangeError(f"{name}: expected variances >= 0, got {variances.min()}")
+        if array.ndim == 2:
+            if not np.array_equal(array, array.T):
+                raise RangeError(f"{name}: expected a symmetric matrix, got one that differs from its transpose")
+            if n > 1 and np.linalg.eigvalsh(array.astype(np.float64)).min() < -1e-6 * variances.max():
+                raise RangeError(f"{name}: expected a positive semi-definite matrix, got a negative eigenvalue")
+        return array.reshape(-1)
+
+    def _must(self, status: int) -> None:
+        if status:
+            self._refused(status)
+
+    def _refused(self, status: int, **arguments: object) -> NoReturn:
+        """Raise the error that ``status`` stands for, naming the argument where the core could not."""
+        if status == 7:
+            for name, value in arguments.items():
+                if value is not None:
+                    real_array(name, value, self._dtype)  # finds and names the culprit
+        if status == 6:
+            self._rows_of_h(arguments["h"])  # type: ignore[arg-type]
+        if status == 9 and arguments.get("noise_var") is not None:
+            self._noise("noise_var", arguments["noise_var"])  # type: ignore[arg-type]
+            if self._core.config.noise == 2:
+                raise RangeError("noise_var: a head with noise='multinomial' takes no noise_var, got one", status)
+        if status == 10:
+            raise RangeError("y: expected class labels, or rows of probabilities that sum to 1, got something else", status)
+        if status == 11:
+            raise RangeError("observe: expected a predict before it, and one observe per prediction; got none", status)
+        if status == 8:
+            sizes = ", ".join(
+                f"|{name}| up to {np.abs(np.asarray(value)).max():.3g}"
+                for name, value in arguments.items()
+                if value is not None
+            )
+            raise NumericsError(f"{', '.join(arguments)}: the result would not be finite (got {sizes})", status)
+        kind = _STATUS_ERRORS.get(status, KbtError)
+        raise kind(_core.status_str(status), status)
+
+
+def _dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in _DTYPES or not found.isnative:
+        raise RangeError(f"dtype: expected 'float32' or 'float64', got {dtype!r}")
+    return found
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> int:
+    if value not in allowed:
+        raise RangeError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
+    return allowed.index(str(value))
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise DtypeError(f"{name}: expected an integer, got {value!r}")
+    if not low <= value <= high:
+        raise RangeError(f"{name}: expected {low}..{high}, got {value}")
+    return int(value)
+
+
+def _number(name: str, value: object, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise DtypeError(f"{name}: expected a number, got {value!r}")
+    if not low <= value <= high:  # false for NaN
+        raise RangeError(f"{name}: expected {low:g}..{high:g}, got {value}")
+    return float(value)
+
+
+def _per_layer(name: str, value: float | Sequence[float], layers: int) -> list[float]:
+    if isinstance(value, (int, float, np.integer, np.floating)):
+        return [_number(name, value, 1e-30, 1e12)] * layers
+    values = [_number(f"{name}[{i}]", x, 1e-30, 1e12) for i, x in enumerate(value)]
+    if len(values) != layers:
+        raise ShapeError(f"{name}: expected one number or one per layer ({layers}), got {len(values)}")
+    return values
+
+
+def _widths(hidden: Sequence[int], at_least: int) -> list[int]:
+    widths = [_integer(f"hidden[{i}]", n, 1, 1 << 20) for i, n in enumerate(hidden)]
+    for i, n in enumerate(widths):
+        if n < at_least:
+            raise RangeError(f"hidden[{i}]: expected at least 2 d = {at_least} neurons for the copies of h, got {n}")
+    return widths
+
+
+def _bytes(blob: object) -> bytes:
+    if not isinstance(blob, (bytes, bytearray, memoryview)):
+        raise DtypeError(f"blob: expected bytes, got {type(blob).__name__}")
+    return bytes(blob)
