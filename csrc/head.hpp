@@ -255,6 +255,7 @@ class Head : public kbt_head {
       const bool last = i == layers() - 1;
       if (last && whole_last_layer()) {
         for (Index k = 0; k < count; ++k) rest_[k] = out.data[k];
+        for (Index k = 0; !fuse() && k < rows * outputs(); ++k) rest_[k * rows * outputs() + k] += T(kNoiseFloor);
       }
       layer.weight_cov_forward(out);
       if (!all_finite(u_, rows * layer.w.stride) || !all_finite(out.data, count)) return KBT_E_RANGE;
@@ -348,7 +349,7 @@ class Head : public kbt_head {
   bool whole_last_layer() const {
     return cfg.covariance == KBT_FULL || (cfg.covariance == KBT_NEURON && outputs() == 1);
   }
-  bool has_rest() const { return layers() > 1 || cfg.input_var > 0.0; }
+  bool has_rest() const { return layers() > 1 || cfg.input_var > 0.0 || !fuse(); }
   Index noise_capacity() const { return cfg.noise == KBT_NOISE_CONSTANT ? outputs() * outputs() : outputs(); }
   static T floored_noise(T x) { return x > T(kNoiseFloor) ? x : T(kNoiseFloor); }
 
@@ -368,8 +369,10 @@ class Head : public kbt_head {
 
   T observation_noise(Index i) const {
     if (!fuse()) return T(0);  // METHOD section 3: under `replace` the output covariance is already the data's
-    if (cfg.noise == KBT_NOISE_MULTINOMIAL) return measurement_.p[i] * (T(1) - measurement_.p[i]);
     const Index o = i % outputs();
+    if (cfg.noise == KBT_NOISE_MULTINOMIAL) {
+      return measurement_.p[i] * complement(measurement_.p + (i - o), outputs(), o);
+    }
     return noise_[noise_matrix_ ? o * outputs() + o : o];
   }
 

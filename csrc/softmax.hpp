@@ -38,22 +38,30 @@ void softmax_second_order(const T *p, const T *S, Index ld, Index n, T *mean) {
   for (Index i = 0; i < n; ++i) mean[i] /= sum;
 }
 
+// 1 - p_i as the sum of the others: a confident p_i near 1 has lost it.
+template <class T>
+T complement(const T *p, Index n, Index i) {
+  T sum = T(0);
+  for (Index k = 0; k < n; ++k) sum += k == i ? T(0) : p[k];
+  return sum;
+}
+
 // J = diag(p) - p p^T, which is its own transpose.
 template <class T>
 void softmax_jacobian(const T *p, Index n, T *J) {
   for (Index i = 0; i < n; ++i) {
-    for (Index k = 0; k < n; ++k) J[i * n + k] = (i == k ? p[i] : T(0)) - p[i] * p[k];
+    for (Index k = 0; k < n; ++k) J[i * n + k] = -p[i] * p[k];
+    J[i * n + i] = p[i] * complement(p, n, i);
   }
 }
 
 // Multinomial noise needs a root of J: F F^T = J with F = diag(sqrt(q)) - q sqrt(q)^T.
 template <class T>
 void softmax_root(const T *q, Index n, T *F) {
-  for (Index i = 0; i < n; ++i) {
-    for (Index k = 0; k < n; ++k) {
-      const T root = std::sqrt(q[k]);
-      F[i * n + k] = (i == k ? root : T(0)) - q[i] * root;
-    }
+  for (Index k = 0; k < n; ++k) {
+    const T root = std::sqrt(q[k]);
+    for (Index i = 0; i < n; ++i) F[i * n + k] = -q[i] * root;
+    F[k * n + k] = root * complement(q, n, k);
   }
 }
 
