@@ -142,7 +142,7 @@ struct ReluUnit {
 //   G_1 = phi / (1 + t^2 + t rho),   G_2 = rho G_1,   G_0 = (t + rho) G_1,
 // and the positive side follows from max(0, u) = u + max(0, -u).
 template <class T>
-ReluUnit<T> relu_unit(T mu, T var) {
+inline __attribute__((always_inline)) ReluUnit<T> relu_unit(T mu, T var) {
   constexpr T kEdge = T(40);
   ReluUnit<T> z;
   z.sigma = std::sqrt(var);

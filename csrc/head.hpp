@@ -17,6 +17,17 @@ struct kbt_head {
   std::int32_t predicted_rows;  // rows whose forward pass lies in the scratch, waiting to be observed
 };
 
+// One sample as a caller of the C ABI gives it.
+struct kbt_sample {
+  bool predicted;              // learn at the rows of the latest prediction, not at h
+  const void *h;               // rows x d
+  std::int32_t rows;
+  const void *y;               // rows x d_o, or null with
+  const std::int32_t *labels;  // one per row
+  const void *noise;           // noise_count numbers, or null for the head's own
+  std::int32_t noise_count;
+};
+
 namespace kbt {
 
 // Hands out aligned pieces of one block of memory. Without a base it only counts, so that the plan which measures is the
@@ -60,8 +71,9 @@ class Head : public kbt_head {
       layer.w.mean = arena.take<T>(layer.w.mean_count());
       layer.w.d = arena.take<T>(layer.w.d_count());
       layer.w.u = arena.take<T>(layer.w.u_count());
-      layer.z = arena.take<T>(rows * layer.w.M1);
+      layer.z = arena.take<T>(rows * layer.w.z_stride);
       layer.F = arena.take<T>(layer.w.projection_count(rows));
+      layer.own = arena.take<T>(layer.w.stride);
       relu_[i].gates = arena.take<T>(rows * layer.w.stride);
       spread_[i] = arena.take<T>(rows * layer.w.stride);
       adjoint_[i] = arena.take<T>((1 + rank) * rows * layer.w.stride);
@@ -238,7 +250,7 @@ class Head : public kbt_head {
   kbt_status forward(const T *h, Index rows) {
     predicted_rows = 0;
     for (Index a = 0; a < rows; ++a) {
-      T *z = layers_[0].z + a * (inputs() + 1);
+      T *z = layers_[0].z + a * layers_[0].w.z_stride;
       for (Index p = 0; p < inputs(); ++p) z[p] = h[a * inputs() + p];
       z[inputs()] = T(1);
     }
@@ -257,12 +269,15 @@ class Head : public kbt_head {
         for (Index k = 0; k < count; ++k) rest_[k] = out.data[k];
         for (Index k = 0; !fuse() && k < rows * outputs(); ++k) rest_[k * rows * outputs() + k] += T(kNoiseFloor);
       }
-      layer.weight_cov_forward(out);
+      layer.weight_cov_forward(out, work_);
       if (!all_finite(u_, rows * layer.w.stride) || !all_finite(out.data, count)) return KBT_E_RANGE;
       for (Index a = 0; a < rows; ++a) {
-        for (Index j = 0; j < out.n; ++j) spread_[i][a * out.stride + j] = out.same(a, a, j);
+        for (Index j = 0; j < out.n; ++j) {
+          const T var = out.same(a, a, j);
+          spread_[i][a * out.stride + j] = var > T(0) ? var : T(0);
+        }
       }
-      if (!last) relu_[i].forward(u_, out, cfg.relu_order, layers_[i + 1].z, series_);
+      if (!last) relu_[i].forward(u_, out, cfg.relu_order, layers_[i + 1].z, layers_[i + 1].w.z_stride, series_);
       in = out;
       certain = false;
     }
@@ -364,7 +379,8 @@ class Head : public kbt_head {
   }
   const T *output_cov() const { return cov_[(layers() - 1) % 2]; }
   Adjoint<T> adjoint(Index i, Index rows, Index rank) const {
-    return Adjoint<T>{adjoint_[i], measurement_.signs, rank, rows, layers_[i].w.stride};
+    const T *rho = fuse() ? measurement_.innovation : nullptr;  // whitened by then
+    return Adjoint<T>{adjoint_[i], measurement_.signs, rho, rank, rows, layers_[i].w.stride};
   }
 
   T observation_noise(Index i) const {
@@ -381,13 +397,12 @@ class Head : public kbt_head {
     const T limit = std::sqrt(std::numeric_limits<T>::max()) * T(1e-4);
     const Adjoint<T> adj = adjoint(i, rows, rank);
     if (!all_finite(adj.data, (1 + rank) * rows * adj.stride)) return false;
-    for (Index a = 0; a < rows; ++a) {
-      for (Index j = 0; j < layers_[i].w.n; ++j) {
-        const T spread = spread_[i][a * adj.stride + j];
-        if (!(std::sqrt(spread > T(0) ? spread : T(0)) * std::fabs(adj.r(a)[j]) < limit)) return false;
-      }
+    bool fine = true;
+    for (Index k = 0; k < rows * adj.stride; ++k) {
+      const T step = std::sqrt(spread_[i][k]) * std::fabs(adj.data[k]);  // column 0 is r
+      fine = fine & (step < limit);
     }
-    return true;
+    return fine;
   }
 
   // R_i += (r_i - R_i) / min(n0 + samples, window), floored.

@@ -1,36 +1,28 @@
 // kbt.cpp - the C ABI: checks arguments, calls Head, returns a status.
 #include "kbt.h"
 
+#include "engine.hpp"
 #include "state.hpp"
 
+using kbt::as_head;
+using kbt::ElementOf;
 using kbt::Head;
 using kbt::Index;
+using kbt::refuse;
+
+#ifdef KBT_AVX2  // engine_avx2.cpp is linked in
+kbt_status kbt_predict_avx2(kbt_head *head, const void *h, std::int32_t rows, void *mean, void *cov, void *total_var);
+kbt_status kbt_learn_avx2(kbt_head *head, const kbt_sample &sample, kbt_result *result);
+#endif
 
 namespace {
 
-// Calls f with the head as what it is.
-template <class F>
-auto as_head(kbt_head *head, F f) {
-#ifndef KBT_NO_FLOAT64
-  if (head->cfg.dtype == KBT_FLOAT64) return f(*static_cast<Head<double> *>(head));
+kbt_status learn(kbt_head *head, const kbt_sample &sample, kbt_result *result) {
+#ifdef KBT_AVX2
+  if (__builtin_cpu_supports("avx2")) return kbt_learn_avx2(head, sample, result);
 #endif
-  return f(*static_cast<Head<float> *>(head));
+  return kbt::learn(head, sample, result);
 }
-template <class F>
-auto as_head(const kbt_head *head, F f) {
-#ifndef KBT_NO_FLOAT64
-  if (head->cfg.dtype == KBT_FLOAT64) return f(*static_cast<const Head<double> *>(head));
-#endif
-  return f(*static_cast<const Head<float> *>(head));
-}
-template <class H>
-struct Element;
-template <class T>
-struct Element<Head<T>> {
-  using Type = T;
-};
-template <class H>
-using ElementOf = typename Element<std::remove_const_t<std::remove_reference_t<H>>>::Type;
 
 template <class T>
 std::size_t planned_bytes(const kbt_config &cfg) {
@@ -102,60 +94,6 @@ kbt_config canonical(const kbt_config &given) {
     cfg.prior_var[i] = 0.0;
   }
   return cfg;
-}
-
-// Every row non-negative with sum 1.
-template <class T>
-bool probabilities(const T *y, Index rows, Index n) {
-  for (Index a = 0; a < rows; ++a) {
-    T sum = T(0);
-    for (Index i = 0; i < n; ++i) {
-      if (y[a * n + i] < T(0)) return false;
-      sum += y[a * n + i];
-    }
-    if (!(std::fabs(sum - T(1)) <= T(1e-4))) return false;
-  }
-  return true;
-}
-
-kbt_status refuse(kbt_head *head, kbt_status status) {
-  ++head->counters.rejected;
-  return status;
-}
-
-// Predict (with h) or keep the latest prediction (h == NULL), then learn y or the labels.
-kbt_status learn(kbt_head *head, bool with_h, const void *h, std::int32_t rows, const void *y, const std::int32_t *labels,
-                 const void *noise, std::int32_t noise_count, kbt_result *result) {
-  if (head == nullptr) return KBT_E_NULL;
-  if ((with_h && h == nullptr) || (y == nullptr && labels == nullptr)) return refuse(head, KBT_E_NULL);
-  if (noise == nullptr && noise_count != 0) return refuse(head, KBT_E_NOISE);
-  if (with_h && (rows < 1 || rows > head->cfg.max_rows)) return refuse(head, KBT_E_ROWS);
-  if (!with_h && head->predicted_rows == 0) return refuse(head, KBT_E_ORDER);
-  if (!with_h) rows = head->predicted_rows;
-  return as_head(head, [&](auto &self) {
-    using T = ElementOf<decltype(self)>;
-    const Index d = self.inputs(), n = self.outputs();
-    const T *target = static_cast<const T *>(y), *R = static_cast<const T *>(noise);
-    if (with_h && !kbt::all_finite(static_cast<const T *>(h), rows * d)) return refuse(head, KBT_E_NONFINITE);
-    if (target != nullptr && !kbt::all_finite(target, rows * n)) return refuse(head, KBT_E_NONFINITE);
-    if (target != nullptr && self.cfg.output == KBT_SOFTMAX && !probabilities(target, rows, n)) {
-      return refuse(head, KBT_E_LABEL);
-    }
-    if (labels != nullptr) {
-      if (self.cfg.output != KBT_SOFTMAX) return refuse(head, KBT_E_LABEL);
-      for (Index a = 0; a < rows; ++a) {
-        if (labels[a] < 0 || labels[a] >= n) return refuse(head, KBT_E_LABEL);
-      }
-      for (Index i = 0; i < rows * n; ++i) self.target()[i] = T(labels[i / n] == i % n);
-      target = self.target();
-    }
-    if (R != nullptr && !(self.noise_count_allowed(noise_count) && Head<T>::noise_valid(R, noise_count, n))) {
-      return refuse(head, KBT_E_NOISE);
-    }
-    kbt_status status = with_h ? self.forward(static_cast<const T *>(h), rows) : KBT_OK;
-    if (status == KBT_OK) status = self.observe(target, R, noise_count, result);
-    return status == KBT_OK || status == KBT_GATED ? status : refuse(head, status);
-  });
 }
 
 }  // namespace
@@ -281,34 +219,26 @@ kbt_status kbt_set_noise(kbt_head *head, const void *noise, int32_t count) {
 }
 
 kbt_status kbt_predict(kbt_head *head, const void *h, int32_t rows, void *mean, void *cov, void *total_var) {
-  if (head == nullptr) return KBT_E_NULL;
-  if (h == nullptr || mean == nullptr) return refuse(head, KBT_E_NULL);
-  if (rows < 1 || rows > head->cfg.max_rows) return refuse(head, KBT_E_ROWS);
-  return as_head(head, [&](auto &self) {
-    using T = ElementOf<decltype(self)>;
-    const T *input = static_cast<const T *>(h);
-    if (!kbt::all_finite(input, rows * self.inputs())) return refuse(head, KBT_E_NONFINITE);
-    const kbt_status status = self.forward(input, rows);
-    if (status != KBT_OK) return refuse(head, status);
-    self.read_prediction(static_cast<T *>(mean), static_cast<T *>(cov), static_cast<T *>(total_var));
-    return KBT_OK;
-  });
+#ifdef KBT_AVX2
+  if (__builtin_cpu_supports("avx2")) return kbt_predict_avx2(head, h, rows, mean, cov, total_var);
+#endif
+  return kbt::predict(head, h, rows, mean, cov, total_var);
 }
 
 kbt_status kbt_update(kbt_head *head, const void *h, int32_t rows, const void *y, const void *noise, int32_t noise_count,
                       kbt_result *result) {
-  return learn(head, true, h, rows, y, nullptr, noise, noise_count, result);
+  return learn(head, {false, h, rows, y, nullptr, noise, noise_count}, result);
 }
 kbt_status kbt_observe(kbt_head *head, const void *y, const void *noise, int32_t noise_count, kbt_result *result) {
-  return learn(head, false, nullptr, 0, y, nullptr, noise, noise_count, result);
+  return learn(head, {true, nullptr, 0, y, nullptr, noise, noise_count}, result);
 }
 kbt_status kbt_update_labels(kbt_head *head, const void *h, int32_t rows, const int32_t *labels, const void *noise,
                              int32_t noise_count, kbt_result *result) {
-  return learn(head, true, h, rows, nullptr, labels, noise, noise_count, result);
+  return learn(head, {false, h, rows, nullptr, labels, noise, noise_count}, result);
 }
 kbt_status kbt_observe_labels(kbt_head *head, const int32_t *labels, const void *noise, int32_t noise_count,
                               kbt_result *result) {
-  return learn(head, false, nullptr, 0, nullptr, labels, noise, noise_count, result);
+  return learn(head, {true, nullptr, 0, nullptr, labels, noise, noise_count}, result);
 }
 
 kbt_status kbt_get_config(const kbt_head *head, kbt_config *cfg) {

@@ -9,8 +9,9 @@ namespace kbt {
 template <class T>
 struct Linear {
   Posterior<T> w;
-  T *z;  // rows x M1, means of the inputs with the constant 1 last
+  T *z;  // rows x z_stride, means of the inputs with the constant 1 last and zeros behind
   T *F;  // U^T z of every row, from the forward pass
+  T *own;  // stride: z^T S_j z of every neuron, from a forward pass of one row
 
   using Wide = typename Posterior<T>::Wide;
   using Alone = typename Posterior<T>::Alone;
@@ -32,7 +33,10 @@ struct Linear {
     return fuse && rank > dimensions ? dimensions : rank;
   }
   static bool compressed(Index dimensions, Index rank, bool fuse) { return fuse && rank > dimensions; }
-  Index vector_count() const { return padded(w.M()) * w.width(); }
+  Index vector_count() const {
+    const Index group = padded(w.M() * w.width());
+    return w.structure == KBT_DIAGONAL && group < 3 * w.stride ? 3 * w.stride : group;
+  }
   Index inner_count() const { return w.M1 * (w.stride > kLanes ? w.stride : kLanes); }
   Index step_count() const { return (4 * padded(w.M() + 1)) * w.width(); }
   Index H_count(Index rows, Index rank, bool fuse) const {
@@ -53,8 +57,21 @@ struct Linear {
   void mean_forward(Index rows, T *u) const {
     for (Index a = 0; a < rows; ++a) {
       T *ua = u + a * w.stride;
-      fill(ua, T(0), w.stride);
-      for (Index p = 0; p < w.M1; ++p) axpy(ua, z[a * w.M1 + p], w.mean + p * w.stride, w.stride);
+      const T *za = z + a * w.z_stride;
+      if (w.stride == 1) {
+        *ua = dot(w.mean, za, w.M1);
+        continue;
+      }
+      Index j = 0;
+      for (; j + kLanes <= w.stride; j += kLanes) {
+        Lanes<T> sum = Lanes<T>::Zero();
+        for (Index p = 0; p < w.M1; ++p) sum += lanes(w.mean + p * w.stride + j) * za[p];
+        lanes(ua + j) = sum;
+      }
+      for (; j < w.stride; ++j) {  // a narrow layer
+        ua[j] = T(0);
+        for (Index p = 0; p < w.M1; ++p) ua[j] += w.mean[p * w.stride + j] * za[p];
+      }
     }
   }
 
@@ -73,25 +90,28 @@ struct Linear {
   }
 
   // The part that the weights bring: z_a^T S_jk z_b = F_aj D F_bk. Keeps F for the update.
-  void weight_cov_forward(const Cov<T> &out) {
+  void weight_cov_forward(const Cov<T> &out, const Work &work) {
     const Index rows = out.rows;
     if (w.structure == KBT_DIAGONAL) {
       for (Index a = 0; a < rows; ++a) {
         for (Index b = 0; b < rows; ++b) {
+          fill(work.vector, T(0), w.stride);
           for (Index p = 0; p < w.M1; ++p) {
-            const T zz = z[a * w.M1 + p] * z[b * w.M1 + p];
-            for (Index j = 0; j < w.n; ++j) out.same(a, b, j) += zz * w.D(j, p);
+            axpy(work.vector, z[a * w.z_stride + p] * z[b * w.z_stride + p], w.d + p * w.stride, w.stride);
           }
+          for (Index j = 0; j < w.n; ++j) out.same(a, b, j) += work.vector[j];
         }
       }
     } else if (w.abreast) {
       for (Index block = 0; block < w.groups(); ++block) {
         const Wide s = w.wide(block);
         T *f = F + block * rows * w.M1 * kLanes;
-        for (Index a = 0; a < rows; ++a) s.project(z + a * w.M1, f + a * w.M1 * kLanes);
+        for (Index a = 0; a < rows; ++a) s.project(z + a * w.z_stride, f + a * w.M1 * kLanes);
         for (Index a = 0; a < rows; ++a) {
           for (Index b = 0; b <= a; ++b) {
-            add_same(out, a, b, block, s.weighted(f + a * w.M1 * kLanes, f + b * w.M1 * kLanes));
+            const Lanes<T> x = s.weighted(f + a * w.M1 * kLanes, f + b * w.M1 * kLanes);
+            add_same(out, a, b, block, x);
+            if (rows == 1) lanes(own + block * kLanes) = x;
           }
         }
       }
@@ -108,10 +128,14 @@ struct Linear {
       for (Index a = 0; a < u.rows; ++a) {
         const T *from = u.data + (c * u.rows + a) * u.stride;
         T *to = previous.data + (c * u.rows + a) * previous.stride;
+        const T *gate = gates + a * previous.stride;
+        const Index m = w.M1 - 1;
         fill(to, T(0), previous.stride);
-        for (Index i = 0; i + 1 < w.M1; ++i) {
-          to[i] = dot(w.mean + i * w.stride, from, w.stride) * gates[a * previous.stride + i];
+        if (w.stride == 1) {
+          array(to, m) = array(w.mean, m) * *from * array(gate, m);
+          continue;
         }
+        for (Index i = 0; i < m; ++i) to[i] = dot(w.mean + i * w.stride, from, w.stride) * gate[i];
       }
     }
   }
@@ -121,7 +145,7 @@ struct Linear {
   int update(const Adjoint<T> &adjoint, bool fuse, const T *noise, const Work &work) {
     int floored = 0;
     if (w.structure == KBT_DIAGONAL) {
-      floored = diagonal_update(adjoint);
+      floored = diagonal_update(adjoint, work);
     } else if (w.abreast) {
       for (Index block = 0; block < w.groups(); ++block) floored += wide_update(block, adjoint, fuse, work);
     } else {
@@ -134,6 +158,11 @@ struct Linear {
   // ---- forward, by kind of input -----------------------------------------------------------------------------------
 
   static void add_same(const Cov<T> &out, Index a, Index b, Index block, const Lanes<T> &x) {
+    if (!out.dense) {
+      lanes(&out.same(a, b, block * kLanes)) += x;
+      if (a != b) lanes(&out.same(b, a, block * kLanes)) += x;
+      return;
+    }
     for (Index l = 0; l < kLanes && block * kLanes + l < out.n; ++l) {
       const Index j = block * kLanes + l;
       out.same(a, b, j) += x[l];
@@ -152,8 +181,7 @@ struct Linear {
           for (Index q = 0; q < m; ++q) axpy(X + p * n, c[q], w.mean + q * w.stride, n);
         }
         for (Index j = 0; j < n; ++j) {
-          T *to = out.dense ? out.row(a, j) + b * n : &out.same(a, b, j);  // not dense: n == 1
-          for (Index p = 0; p < m; ++p) axpy(to, w.mean[p * w.stride + j], X + p * n, n);
+          for (Index p = 0; p < m; ++p) axpy(out.row(a, j) + b * n, w.mean[p * w.stride + j], X + p * n, n);
         }
       }
     }
@@ -163,11 +191,17 @@ struct Linear {
     const Index m = w.M1 - 1, n = w.n;
     for (Index a = 0; a < in.rows; ++a) {
       for (Index b = 0; b < in.rows; ++b) {
+        const T *c = &in.same(a, b, 0);
+        if (w.stride == 1) {
+          T sum = T(0);
+          for (Index p = 0; p < m; ++p) sum += w.mean[p] * c[p] * w.mean[p];
+          out.same(a, b, 0) += sum;
+          continue;
+        }
         for (Index j = 0; j < n; ++j) {
-          T *to = out.dense ? out.row(a, j) + b * n : &out.same(a, b, j);  // not dense: n == 1
           for (Index p = 0; p < m; ++p) {
             const T *wp = w.mean + p * w.stride;
-            axpy(to, wp[j] * in.same(a, b, p), wp, n);
+            axpy(out.row(a, j) + b * n, wp[j] * c[p], wp, n);
           }
         }
       }
@@ -180,7 +214,7 @@ struct Linear {
       for (Index a = 0; a < in.rows; ++a) {
         for (Index b = 0; b < in.rows; ++b) {
           T sum = T(0);
-          for (Index p = 0; p + 1 < w.M1; ++p) sum += w.D(g, p) * in.same(a, b, p);
+          for (Index p = 0; p + 1 < w.M1; ++p) sum += w.d[p * w.stride + g] * in.same(a, b, p);
           out.same(a, b, g) += sum;
         }
       }
@@ -201,12 +235,12 @@ struct Linear {
     using Value = typename Factor::Value;
     const Index m = w.M1 - 1;
     if (!in.dense) {
-      s.diagonal(work.vector);
       for (Index a = 0; a < in.rows; ++a) {
         for (Index b = 0; b <= a; ++b) {
-          Value sum = Factor::constant(T(0));
-          for (Index p = 0; p < m; ++p) sum += Factor::at(work.vector, p) * in.same(a, b, p);
-          add(a, b, sum);
+          const T *c = &in.same(a, b, 0);
+          for (Index p = 0; p < m; ++p) work.vector[p] = c[p];
+          fill(work.vector + m, T(0), w.z_stride - m);  // the bias has no variance
+          add(a, b, s.diagonal_times(work.vector));
         }
       }
       return;
@@ -215,10 +249,9 @@ struct Linear {
     for (Index a = 0; a < in.rows; ++a) {
       for (Index b = 0; b <= a; ++b) {
         Value sum = Factor::constant(T(0));
-        const T *u = s.u;
-        for (Index r = 0; r < s.M; u += Factor::chunks(r) * kLanes, ++r) {
+        for (Index r = 0; r < s.M; ++r) {
           const Index used = r < m ? r + 1 : m;  // the bias has no variance
-          for (Index p = 0; p < used && p < r; ++p) Factor::at(column, p) = Factor::at(u, p);
+          for (Index p = 0; p < used && p < r; ++p) Factor::at(column, p) = Factor::at(s.entry(p, r), 0);
           if (r < m) Factor::at(column, r) = Factor::constant(T(1));
           Value quadratic = Factor::constant(T(0));
           for (Index p = 0; p < used; ++p) {
@@ -240,7 +273,7 @@ struct Linear {
     const Alone s = w.alone(0);
     T *column = work.vector, *X = work.inner;  // X[k] = C_ab U_r[k], n x M1
     const T *u = s.u;
-    for (Index r = 0; r < s.M; u += Alone::chunks(r) * kLanes, ++r) {
+    for (Index r = 0; r < s.M; u += padded(r), ++r) {
       for (Index p = 0; p < r; ++p) column[p] = u[p];
       column[r] = T(1);
       const Index last = r / w.M1;  // neurons 0..last have entries in this column
@@ -266,7 +299,12 @@ struct Linear {
     const Alone s = w.alone(g);
     T *f = F + g * rows * members * M;
     if (members == 1) {
-      for (Index a = 0; a < rows; ++a) s.project(z + a * w.M1, f + a * M);
+      for (Index a = 0; a < rows; ++a) s.project(z + a * w.z_stride, f + a * M);
+      if (rows == 1) {
+        own[g] = s.weighted(f, f);
+        out.same(0, 0, g) += own[g];
+        return;
+      }
     } else {
       full_project(s, rows, f);
     }
@@ -292,10 +330,10 @@ struct Linear {
   void full_project(const Alone &s, Index rows, T *f) const {
     const Index n = w.n, M = s.M;
     const T *column = s.u;
-    for (Index q = 0; q < M; column += Alone::chunks(q) * kLanes, ++q) {
+    for (Index q = 0; q < M; column += padded(q), ++q) {
       const Index own = q / w.M1, at = q % w.M1;  // weight q belongs to input `at` of neuron `own`
       for (Index a = 0; a < rows; ++a) {
-        const T *za = z + a * w.M1;
+        const T *za = z + a * w.z_stride;
         for (Index j = 0; j < own; ++j) f[(a * n + j) * M + q] = dot(column + j * w.M1, za, w.M1);
         f[(a * n + own) * M + q] = za[at] + dot(column + own * w.M1, za, at);
         for (Index j = own + 1; j < n; ++j) f[(a * n + j) * M + q] = T(0);
@@ -311,21 +349,22 @@ struct Linear {
     return {memory, memory + each, memory + 2 * each, memory + 3 * each};
   }
 
-  int diagonal_update(const Adjoint<T> &adjoint) {
+  // Neurons innermost: each input p moves all of them at once.
+  int diagonal_update(const Adjoint<T> &adjoint, const Work &work) {
     int floored = 0;
-    for (Index j = 0; j < w.n; ++j) {
-      for (Index p = 0; p < w.M1; ++p) {
-        T pull = T(0), shrink = T(0);
-        for (Index a = 0; a < adjoint.rows; ++a) pull += z[a * w.M1 + p] * adjoint.r(a)[j];
-        for (Index k = 0; k < adjoint.rank; ++k) {
-          T h = T(0);
-          for (Index a = 0; a < adjoint.rows; ++a) h += z[a * w.M1 + p] * adjoint.B(k, a)[j];
-          shrink += adjoint.signs[k] * h * h;
-        }
-        T &d = w.D(j, p);
-        w.mean[p * w.stride + j] += d * pull;
-        d *= Alone::at_least(T(1) - d * shrink, smallest_share<T>(), floored);
+    const Index n = w.stride;
+    T *pull = work.vector, *shrink = pull + n, *h = shrink + n;
+    for (Index p = 0; p < w.M1; ++p) {
+      T *d = w.d + p * n;
+      fill(pull, T(0), 2 * n);
+      for (Index a = 0; a < adjoint.rows; ++a) axpy(pull, z[a * w.z_stride + p], adjoint.r(a), n);
+      for (Index k = 0; k < adjoint.rank; ++k) {
+        fill(h, T(0), n);
+        for (Index a = 0; a < adjoint.rows; ++a) axpy(h, z[a * w.z_stride + p], adjoint.B(k, a), n);
+        array(shrink, n) += adjoint.signs[k] * array(h, n) * array(h, n);
       }
+      array(w.mean + p * n, n) += array(d, n) * array(pull, n);
+      for (Index j = 0; j < n; ++j) d[j] *= Alone::at_least(T(1) - d[j] * shrink[j], smallest_share<T>(), floored);
     }
     return floored;
   }
@@ -338,8 +377,10 @@ struct Linear {
     if (adjoint.rows > 1) {
       return joint_update(s, f, adjoint.rows, adjoint, fuse, nullptr, step, work,
                           [&](Index column, Index a) { return Lanes<T>(lanes(adjoint.data + (column * adjoint.rows + a) * adjoint.stride + lane)); },
-                          [&](const T *gain) {
-                            for (Index p = 0; p < w.M1; ++p) lanes(w.mean + p * w.stride + lane) += lanes(gain + p * kLanes);
+                          [&](const T *gain, T scale) {
+                            for (Index p = 0; p < w.M1; ++p) {
+                              lanes(w.mean + p * w.stride + lane) += lanes(gain + p * kLanes) * scale;
+                            }
                           });
     }
     int floored = 0;
@@ -349,7 +390,7 @@ struct Linear {
       lambda += adjoint.signs[k] * b * b;
     }
     const Lanes<T> r = lanes(adjoint.r(0) + lane);
-    const Lanes<T> share = Wide::at_least(T(1) - lambda * s.weighted(f, f), smallest_share<T>(), floored);
+    const Lanes<T> share = Wide::at_least(T(1) - lambda * lanes(own + lane), smallest_share<T>(), floored);
     s.rank_one(f, lambda, share, !fuse, step);
     for (Index p = 0; p < w.M1; ++p) lanes(w.mean + p * w.stride + lane) += lanes(step.b + p * kLanes) * r;
     return floored;
@@ -368,12 +409,12 @@ struct Linear {
     if (dimensions > 1) {
       return joint_update(s, f, dimensions, adjoint, fuse, noise, step, work,
                           [&](Index column, Index i) { return adjoint.data[(column * adjoint.rows + i / members) * adjoint.stride + g + i % members]; },
-                          [&](const T *gain) { add_gain(gain, T(1)); });
+                          add_gain);
     }
     int floored = 0;
     T lambda = T(0);
     for (Index k = 0; k < adjoint.rank; ++k) lambda += adjoint.signs[k] * adjoint.B(k, 0)[g] * adjoint.B(k, 0)[g];
-    const T left = noise != nullptr ? adjoint.signs[0] * noise[0] : T(1) - lambda * s.weighted(f, f);
+    const T left = noise != nullptr ? adjoint.signs[0] * noise[0] : T(1) - lambda * own[g];
     const T share = Alone::at_least(left, smallest_share<T>(), floored);
     s.rank_one(f, lambda, share, !fuse, step);
     add_gain(step.b, adjoint.r(0)[g]);
@@ -392,17 +433,19 @@ struct Linear {
     const Index M = s.M, length = M * Factor::kWidth;
     int floored = 0;
 
-    T *sum = work.vector;  // gain of the mean, with the S from before
-    fill(sum, T(0), length);
-    for (Index i = 0; i < dimensions; ++i) {
-      const Value r = adjoint_at(0, i);
-      for (Index q = 0; q < M; ++q) Factor::at(sum, q) += Factor::at(f + i * length, q) * r;
-    }
-    s.gain(sum, step.b);
-    add_gain(step.b);
-
     const bool compress = compressed(dimensions, adjoint.rank, fuse);
     const Index count = compress ? dimensions : adjoint.rank;
+    const bool single = count == 1 && !compress && adjoint.rho != nullptr;  // its step computes the gain of the mean
+    if (!single) {
+      T *sum = work.vector;
+      fill(sum, T(0), length);
+      for (Index i = 0; i < dimensions; ++i) {
+        const Value r = adjoint_at(0, i);
+        for (Index q = 0; q < M; ++q) Factor::at(sum, q) += Factor::at(f + i * length, q) * r;
+      }
+      s.gain(sum, step.b);
+      add_gain(step.b, T(1));
+    }
     if (compress) compress_factor<Factor>(work.B, dimensions, adjoint.rank, adjoint_at);
     T *H = work.H;
     fill(H, T(0), count * length);
@@ -443,6 +486,7 @@ struct Linear {
       s.rank_one(H + k * length, Factor::constant(sign), sign * Factor::at(Q, k * count + k), !fuse, step);
       for (Index i = k + 1; i < count; ++i) s.advance(H + i * length, step);
     }
+    if (single) add_gain(step.b, adjoint.rho[0]);
     return floored;
   }
 

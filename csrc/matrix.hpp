@@ -20,6 +20,12 @@ using Index = std::ptrdiff_t;
 
 constexpr Index kLanes = 8;  // neurons side by side; also the number of partial sums of a dot product
 
+#if defined(__clang__)
+#define KBT_UNROLL _Pragma("unroll(2)")
+#else
+#define KBT_UNROLL _Pragma("GCC unroll 2")
+#endif
+
 constexpr Index padded(Index n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
 template <class T>
@@ -46,24 +52,24 @@ Eigen::Map<const Eigen::Array<T, Eigen::Dynamic, 1>> array(const T *x, Index n) 
 
 template <class T>
 T sum_of(const Lanes<T> &x) {
-  return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+  const Eigen::Array<T, 4, 1> half = x.template head<4>() + x.template tail<4>();
+  return (half[0] + half[2]) + (half[1] + half[3]);
 }
 
-// Sum of x_i y_i: one by one when short, else in eight partial sums, whatever the vector width of the machine.
+// Sum of x_i y_i: eight partial sums, and what is left over one by one, whatever the vector width of the machine.
 template <class T>
 T dot(const T *x, const T *y, Index n) {
-  if (n < kLanes) {
-    T sum = T(0);
-    for (Index i = 0; i < n; ++i) sum += x[i] * y[i];
-    return sum;
-  }
-  Lanes<T> sums = Lanes<T>::Zero();
+  T rest = T(0);
   Index i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    sums += Eigen::Map<const Lanes<T>>(x + i) * Eigen::Map<const Lanes<T>>(y + i);
+  if (n >= kLanes) {
+    Lanes<T> sums = Lanes<T>::Zero();
+    for (; i + kLanes <= n; i += kLanes) {
+      sums += Eigen::Map<const Lanes<T>>(x + i) * Eigen::Map<const Lanes<T>>(y + i);
+    }
+    rest = sum_of(sums);
   }
-  for (Index k = 0; i < n; ++i, ++k) sums[k] += x[i] * y[i];
-  return sum_of(sums);
+  for (; i < n; ++i) rest += x[i] * y[i];
+  return rest;
 }
 
 template <class T>

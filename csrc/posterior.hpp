@@ -36,6 +36,7 @@ template <class T>
 struct Adjoint {
   T *data;
   const T *signs;  // +1: a measurement, variance shrinks; -1: variance grows. The measurements come first.
+  const T *rho;    // r = B rho; null under `replace`, where r may leave the range of B
   Index rank, rows, stride;
 
   T *r(Index a) const { return data + a * stride; }
@@ -48,9 +49,11 @@ constexpr T smallest_share() {
   return std::numeric_limits<T>::epsilon();
 }
 
-// UD factors of W symmetric M x M matrices. W = kLanes: eight neurons side by side, lane = neuron. W = 1: one matrix
-// alone, columns of U padded to whole lanes, lane = row of U. In both a column of U is a run of chunks of eight numbers,
-// so the passes over U, where all the time goes, are the same code.
+// UD factors of W symmetric M x M matrices. All the time goes into passes over U, so U lies the way its lanes run:
+//   W = kLanes  eight neurons side by side, lane = neuron. Rows of U one after another, so that what a pass sums up along a
+//               row stays in registers.
+//   W = 1       one matrix alone, lane = row of U. Columns one after another, each padded to whole lanes.
+// Either way every sum is taken in the order of the source, whatever the vector width of the machine.
 template <class T, Index W>
 struct Factors {
   static_assert(W == 1 || W == kLanes, "a factor stands alone or in a full set of lanes");
@@ -59,14 +62,15 @@ struct Factors {
 
   Index M;
   T *d;  // M x W
-  T *u;  // columns q = 1 .. M-1, each chunks(q) x 8
+  T *u;  // W = kLanes: rows p of entries q > p, 8 numbers each. W = 1: columns q of padded(q) numbers.
 
-  static constexpr Index chunks(Index q) { return W == 1 ? padded(q) / kLanes : q; }
-  static Index u_count(Index M) {
-    if (W == kLanes) return M * (M - 1) / 2 * kLanes;
-    if (M < 2) return 0;
-    const Index full = (M - 1) / kLanes, rest = (M - 1) % kLanes;  // columns 1..8 take one chunk, 9..16 two, ...
-    return kLanes * (kLanes * full * (full + 1) / 2 + rest * (full + 1));
+  static Index u_count(Index M) { return W == 1 ? column_offset(M) : M * (M - 1) / 2 * W; }
+  static Index column_offset(Index q) {  // W = 1: columns 1..8 take 8 numbers, 9..16 take 16, ...
+    const Index full = (q - 1) / kLanes, rest = (q - 1) % kLanes;
+    return q < 2 ? 0 : kLanes * (kLanes * full * (full + 1) / 2 + rest * (full + 1));
+  }
+  T *entry(Index p, Index q) const {  // U_pq, p < q
+    return W == 1 ? u + column_offset(q) + p : u + (p * (2 * M - p - 1) / 2 + q - p - 1) * W;
   }
   // Length of a vector over the rows of U, in numbers.
   static constexpr Index vector_count(Index M) { return W == 1 ? padded(M) : M * W; }
@@ -108,16 +112,28 @@ struct Factors {
     }
   }
 
-  // f = U^T z, for a z shared by all lanes.
+  // f = U^T z, for a z shared by all lanes. W = 1: z is padded to whole lanes.
   void project(const T *z, T *f) const {
-    const T *column = u;
-    for (Index q = 0; q < M; column += chunks(q) * kLanes, ++q) {
-      if constexpr (W == 1) {
-        f[q] = z[q] + dot(column, z, q);
-      } else {
-        Lanes<T> sum = Lanes<T>::Constant(z[q]);
-        for (Index p = 0; p < q; ++p) sum += lanes(column + p * W) * z[p];
-        lanes(f + q * W) = sum;
+    if constexpr (W == 1) {
+      const T *column = u;
+      for (Index q = 0; q < M; column += padded(q), ++q) {
+        Lanes<T> sum = Lanes<T>::Zero();
+        for (Index i = 0; i < q; i += kLanes) sum += lanes(column + i) * lanes(z + i);
+        f[q] = z[q] + sum_of(sum);
+      }
+    } else {
+      for (Index q = 0; q < M; ++q) lanes(f + q * W) = Lanes<T>::Constant(z[q]);
+      const T *row = u;
+      for (Index p = 0; p + 1 < M; p += 2) {  // two rows share each f_q
+        const Index count = (M - p - 2) * W;
+        const T *next = row + count + W;
+        const Lanes<T> z1 = Lanes<T>::Constant(z[p]), z2 = Lanes<T>::Constant(z[p + 1]);
+        T *const from = f + (p + 2) * W;
+        lanes(f + (p + 1) * W) += lanes(row) * z1;
+        row += W;
+        KBT_UNROLL
+        for (Index i = 0; i < count; i += W) lanes(from + i) = (lanes(from + i) + lanes(row + i) * z1) + lanes(next + i) * z2;
+        row = next + count;
       }
     }
   }
@@ -131,29 +147,46 @@ struct Factors {
 
   // b = U D f, which is S a for f = U^T a.
   void gain(const T *f, T *b) const {
-    fill(b, T(0), vector_count(M));
-    const T *column = u;
-    for (Index q = 0; q < M; ++q) {
-      const Value v = at(d, q) * at(f, q);
-      for (Index i = 0; i < chunks(q); ++i, column += kLanes) lanes(b + i * kLanes) += lanes(column) * v;
-      at(b, q) += v;
-    }
-  }
-
-  // diag(S): s_p = D_p + sum_{q>p} U_pq^2 D_q
-  void diagonal(T *s) const {
-    fill(s, T(0), vector_count(M));
-    const T *column = u;
-    for (Index q = 0; q < M; ++q) {
-      const Value dq = at(d, q);
-      for (Index i = 0; i < chunks(q); ++i, column += kLanes) {
-        lanes(s + i * kLanes) += lanes(column) * lanes(column) * dq;
+    if constexpr (W == 1) {
+      fill(b, T(0), vector_count(M));
+      const T *column = u;
+      for (Index q = 0; q < M; column += padded(q), ++q) {
+        const T v = d[q] * f[q];
+        for (Index i = 0; i < q; i += kLanes) lanes(b + i) += lanes(column + i) * v;
+        b[q] += v;
       }
-      at(s, q) += dq;
+    } else {
+      const T *row = u;
+      for (Index p = 0; p < M; ++p) {
+        Lanes<T> sum = lanes(d + p * W) * lanes(f + p * W);
+        for (Index q = p + 1; q < M; ++q, row += W) sum += lanes(row) * (lanes(d + q * W) * lanes(f + q * W));
+        lanes(b + p * W) = sum;
+      }
     }
   }
 
-  // Scratch of one rank-one step. b: vector_count(M); v, k: M x W; alpha: (M + 1) x W.
+  // sum_p S_pp c_p. c is shared by all lanes and padded with zeros to whole lanes.
+  Value diagonal_times(const T *c) const {
+    Value sum = constant(T(0));
+    if constexpr (W == 1) {
+      const T *column = u;
+      for (Index q = 0; q < M; column += padded(q), ++q) {  // sum_q D_q (c_q + sum_p U_pq^2 c_p)
+        Lanes<T> inner = Lanes<T>::Zero();
+        for (Index i = 0; i < q; i += kLanes) inner += lanes(column + i) * lanes(column + i) * lanes(c + i);
+        sum += d[q] * (c[q] + sum_of(inner));
+      }
+    } else {
+      const T *row = u;
+      for (Index p = 0; p < M; ++p) {  // sum_p c_p (D_p + sum_q U_pq^2 D_q)
+        Lanes<T> inner = lanes(d + p * W);
+        for (Index q = p + 1; q < M; ++q, row += W) inner += lanes(row) * lanes(row) * lanes(d + q * W);
+        sum += inner * c[p];
+      }
+    }
+    return sum;
+  }
+
+  // Scratch of one rank-one step. b: vector_count(M); v, k: M x W; alpha: (M + 1) x W, for growth only.
   struct Step {
     T *b, *v, *k, *alpha;
   };
@@ -165,35 +198,24 @@ struct Factors {
   // written in the same recursion, with alpha_q = 1 - lambda sum_{i>q} f_i v_i summed from the far end, so that again
   // only positive terms are added.
   void rank_one(const T *f, const Value &lambda, const Value &alpha_0, bool may_grow, const Step &step) {
-    fill(step.b, T(0), vector_count(M));
-    at(step.alpha, 0) = alpha_0;
-    for (Index q = 0; q < M; ++q) {
-      at(step.v, q) = at(d, q) * at(f, q);
-      at(step.alpha, q + 1) = at(step.alpha, q) + lambda * at(f, q) * at(step.v, q);
+    if (may_grow) {
+      scale_with_growth(f, lambda, alpha_0, step);
+    } else {
+      scale(f, lambda, alpha_0, step);
     }
-    if (may_grow) grow_from_the_end(f, lambda, step);
-    T *column = u;
-    for (Index q = 0; q < M; ++q) {
-      const Value before = at(step.alpha, q), after = at(step.alpha, q + 1);
-      const Value v = at(step.v, q), k = lambda * at(f, q) / before;
-      for (Index i = 0; i < chunks(q); ++i, column += kLanes) {
-        const Lanes<T> uq = lanes(column);
-        auto b = lanes(step.b + i * kLanes);
-        lanes(column) = uq - k * b;
-        b += uq * v;
-      }
-      at(step.b, q) = v;
-      at(step.k, q) = k;
-      at(d, q) *= before / after;
+    if constexpr (W == 1) {
+      pass_by_columns(step.b, step.v, step.k);
+    } else {
+      pass_by_rows(step.b, step.v, step.k);
     }
   }
 
-  // f' = U'^T a after a rank-one step, for any other a: U changed by -k_q b^(q-1) in column q.
+  // f' = U'^T a after a rank-one step, for any other a: U changed by k_q b^(q-1) in column q.
   void advance(T *f, const Step &step) const {
     Value sum = constant(T(0));
     for (Index q = 0; q < M; ++q) {
       const Value old = at(f, q);
-      at(f, q) = old - at(step.k, q) * sum;
+      at(f, q) = old + at(step.k, q) * sum;
       sum += at(step.v, q) * old;
     }
   }
@@ -207,15 +229,78 @@ struct Factors {
   }
 
  private:
-  void grow_from_the_end(const T *f, const Value &lambda, const Step &step) {
+  // U_pq <- U_pq + k_q b_p,  b_p <- b_p + (old U_pq) v_q  for q = p+1, p+2, ..., starting from b_p = v_p.
+  void pass_by_rows(T *b, const T *v, const T *k) {
+    T *row = u;
+    for (Index p = 0; p < M; ++p) {
+      Lanes<T> bp = lanes(v + p * W);
+      const T *const vp = v + (p + 1) * W, *const kp = k + (p + 1) * W;
+      const Index count = (M - p - 1) * W;
+      KBT_UNROLL
+      for (Index i = 0; i < count; i += W) {
+        const Lanes<T> upq = lanes(row + i);
+        lanes(row + i) = lanes(kp + i) * bp + upq;
+        bp += upq * lanes(vp + i);
+      }
+      row += count;
+      lanes(b + p * W) = bp;
+    }
+  }
+
+  // The same, column after column. The padding of a column is zero and stays zero, because b is zero there until b_q is set.
+  void pass_by_columns(T *b, const T *v, const T *k) {
+    fill(b, T(0), vector_count(M));
+    T *column = u;
+    for (Index q = 0; q < M; ++q) {
+      const T vq = v[q], kq = k[q];
+      const Index count = padded(q);
+      KBT_UNROLL
+      for (Index i = 0; i < count; i += kLanes) {
+        const Lanes<T> uq = lanes(column + i), bq = lanes(b + i);
+        lanes(column + i) = kq * bq + uq;
+        lanes(b + i) = bq + uq * vq;
+      }
+      column += count;
+      b[q] = vq;
+    }
+  }
+
+  // v = D f, k_q = -lambda f_q / alpha_{q-1}, D_q <- D_q alpha_{q-1} / alpha_q.
+  void scale(const T *f, const Value &lambda, const Value &alpha_0, const Step &step) {
+    T *const v = step.v, *const k = step.k, *const diagonal = d;
+    Value before = alpha_0, inverse = T(1) / alpha_0;
+    const Value minus_lambda = -lambda;
+    for (Index q = 0; q < M; ++q) {
+      const Value fq = at(f, q), dq = at(diagonal, q), vq = dq * fq, lf = minus_lambda * fq;
+      const Value after = before - lf * vq;
+      at(v, q) = vq;
+      at(k, q) = lf * inverse;
+      inverse = T(1) / after;
+      at(diagonal, q) = dq * (before * inverse);
+      before = after;
+    }
+  }
+
+  // The same where lambda may be negative in some lanes.
+  void scale_with_growth(const T *f, const Value &lambda, const Value &alpha_0, const Step &step) {
+    at(step.alpha, 0) = alpha_0;
+    for (Index q = 0; q < M; ++q) {
+      at(step.v, q) = at(d, q) * at(f, q);
+      at(step.alpha, q + 1) = at(step.alpha, q) + lambda * at(f, q) * at(step.v, q);
+    }
     Value rest = constant(T(0));
     for (Index q = M; q >= 0; --q) {
+      const Value grown = T(1) - lambda * rest;
       if constexpr (W == 1) {
-        if (lambda < T(0)) step.alpha[q] = T(1) - lambda * rest;
+        if (lambda < T(0)) step.alpha[q] = grown;
       } else {
-        lanes(step.alpha + q * W) = (lambda < T(0)).select(T(1) - lambda * rest, lanes(step.alpha + q * W));
+        lanes(step.alpha + q * W) = (lambda < T(0)).select(grown, lanes(step.alpha + q * W));
       }
       if (q > 0) rest += at(f, q - 1) * at(step.v, q - 1);
+    }
+    for (Index q = 0; q < M; ++q) {
+      at(step.k, q) = -lambda * at(f, q) / at(step.alpha, q);
+      at(d, q) *= at(step.alpha, q) / at(step.alpha, q + 1);
     }
   }
 };
@@ -225,6 +310,7 @@ struct Factors {
 template <class T>
 struct Posterior {
   Index n, M1, stride;  // M1 = m + 1 inputs with the bias last; stride: n, padded to lanes from 8 neurons on
+  Index z_stride;       // M1 padded to whole lanes: how far the rows of the input lie apart
   int structure;        // KBT_FULL, KBT_NEURON, KBT_DIAGONAL
   bool abreast;         // neuron, n >= 8: lanes are neurons
   T prior_var;
@@ -241,6 +327,7 @@ struct Posterior {
     structure = covariance;
     abreast = covariance == KBT_NEURON && n >= kLanes;
     stride = n >= kLanes ? padded(n) : n;
+    z_stride = padded(M1);
     prior_var = prior;
   }
 
@@ -270,8 +357,8 @@ struct Posterior {
     return alone(group).d[p];
   }
   T &U(Index group, Index p, Index q) const {  // p < q
-    if (abreast) return wide(group / kLanes).u[(q * (q - 1) / 2 + p) * kLanes + group % kLanes];
-    return alone(group).u[Alone::u_count(q) + p];
+    if (abreast) return wide(group / kLanes).entry(p, q)[group % kLanes];
+    return *alone(group).entry(p, q);
   }
   Index matrices() const { return structure == KBT_FULL ? 1 : n; }  // as D and U count groups
 

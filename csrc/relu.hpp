@@ -15,18 +15,23 @@ struct Relu {
   static Index series_count(Index rows, Index stride, int order) { return rows * stride * order; }
 
   // In: means u (rows x stride) and their covariance. Out: that covariance becomes the one of z, in place, and the means
-  // go to z (rows x (n + 1), a constant 1 behind each row).
-  void forward(const T *u, const Cov<T> &cov, int order, T *z, T *series) const {
+  // go to z (rows x z_stride, a constant 1 behind each row).
+  void forward(const T *u, const Cov<T> &cov, int order, T *z, Index z_stride, T *series) const {
+    if (!cov.dense && cov.rows == 1) {  // no pairs: one run over the units
+      units_forward(u, cov.data, cov.n, z, gates);
+      z[cov.n] = T(1);
+      return;
+    }
     for (Index a = 0; a < cov.rows; ++a) {
       for (Index j = 0; j < cov.n; ++j) {
         T &var = cov.same(a, a, j);
         const ReluUnit<T> unit = relu_unit(u[a * cov.stride + j], var > T(0) ? var : T(0));
-        z[a * (cov.n + 1) + j] = unit.mean;
+        z[a * z_stride + j] = unit.mean;
         gates[a * cov.stride + j] = unit.gate;
         var = unit.var;
-        if (cov.dense || cov.rows > 1) series_of(unit, order, series + (a * cov.stride + j) * order);
+        series_of(unit, order, series + (a * cov.stride + j) * order);
       }
-      z[a * (cov.n + 1) + cov.n] = T(1);
+      z[a * z_stride + cov.n] = T(1);
     }
     if (cov.dense) {
       dense_pairs(cov, order, series);
@@ -36,6 +41,15 @@ struct Relu {
   }
 
  private:
+  static void units_forward(const T *__restrict u, T *__restrict var, Index n, T *__restrict z, T *__restrict gate) {
+    for (Index j = 0; j < n; ++j) {
+      const ReluUnit<T> unit = relu_unit(u[j], var[j] > T(0) ? var[j] : T(0));
+      z[j] = unit.mean;
+      gate[j] = unit.gate;
+      var[j] = unit.var;
+    }
+  }
+
   static void series_of(const ReluUnit<T> &unit, int order, T *series) {
     series[0] = unit.sigma > std::numeric_limits<T>::min() ? T(1) / unit.sigma : T(0);
     T hermite = T(1), before = T(0), scale = unit.sigma * unit.density;
