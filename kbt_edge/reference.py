@@ -1,0 +1,606 @@
+"""The mathematics of the head in plain float64 NumPy, written to be read beside METHOD.md.
+
+This is the textbook route: joint covariance matrices over all rows and neurons, a Rauch-Tung-Striebel pass with its
+gains ``K = cross-covariance · covariance⁻¹`` spelled out, posterior covariances as plain matrices. The C++ core takes
+another road to the same numbers (no inverses, UD factors), so agreement of the two says something. It is slow and meant
+for small heads.
+
+Vectors over a sample are row-major: entry ``(a, j)`` of row ``a`` and neuron ``j`` stands at ``a·n + j``. The weights
+of a layer are neuron-major: weight ``p`` of neuron ``j`` stands at ``j·(m+1) + p``, and the bias is the last one.
+
+From top to bottom: moments forward (METHOD §2), the measurement (§3), the smoother backward (§4), the posterior
+structures (§5), the head that joins them, and its prior (§1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import NumericsError, RangeError, ShapeError
+
+__all__ = [
+    "Layer",
+    "Prediction",
+    "ReferenceHead",
+    "Update",
+    "linear_moments",
+    "prior_means",
+    "relu_moments",
+    "softmax_moments",
+]
+
+Array = npt.NDArray[np.float64]
+
+NOISE_FLOOR = 1e-9  #: no observation is trusted beyond this variance
+SMOOTHING = 1e-7  #: τ of the multinomial noise: q = (p + τ) / (1 + d_o τ)
+ADAPT_START = 10  #: n₀ of the adaptive noise, METHOD §3
+ADAPT_WINDOW = 200  #: and its window
+LIKELIHOOD_FLOOR = 1e-30  #: the smallest probability whose logarithm is taken
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Moments forward (METHOD §2)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class LinearMoments(NamedTuple):
+    """What a linear layer makes of (w, z): u and its covariance with both of them."""
+
+    mean: Array  # (y·n,)
+    cov: Array  # (y·n, y·n)
+    cov_wu: Array  # (n·(m+1), y·n)
+    cov_zu: Array  # (y·m, y·n)
+
+
+def linear_moments(W: Array, S: Array, z: Array, C: Array) -> LinearMoments:
+    """Moments of u_aj = w_jᵀ [z_a, 1] for independent Gaussian w and z.
+
+    ``W`` (n, m+1) and ``S`` (n·(m+1), n·(m+1)) are the mean and covariance of the weights, ``z`` (y, m) and ``C``
+    (y·m, y·m) those of the input rows.
+    """
+    (n, m1), (y, m) = W.shape, z.shape
+    z1 = np.column_stack([z, np.ones(y)])
+    A = np.einsum("ap,jk->ajkp", z1, np.eye(n)).reshape(y * n, n * m1)  # u = A w  at the mean of z
+    B = np.kron(np.eye(y), W[:, :m])  # u = B z + bias  at the mean of w
+    S_jk = S.reshape(n, m1, n, m1)[:, :m, :, :m].transpose(0, 2, 1, 3).reshape(n * n, m * m)
+    C_ab = C.reshape(y, m, y, m).transpose(0, 2, 1, 3).reshape(y * y, m * m)
+    both = (C_ab @ S_jk.T).reshape(y, y, n, n).transpose(0, 2, 1, 3).reshape(y * n, y * n)  # Σ_pq S_jk[p,q] C_ab[p,q]
+    cov_wu, cov_zu = S @ A.T, C @ B.T
+    return LinearMoments((z1 @ W.T).ravel(), A @ cov_wu + B @ cov_zu + both, cov_wu, cov_zu)
+
+
+def _scales(cov: Array) -> Array:
+    """Standard deviations, 1 where there is none: variances of live and dying units differ by hundreds of decades."""
+    var = np.diag(cov)
+    return np.sqrt(np.where(var > 0, var, 1.0))
+
+
+_erfc: Callable[[Array], Array] = np.vectorize(math.erfc, otypes=[np.float64])
+
+
+def _standard_relu(alpha: Array) -> tuple[Array, Array, Array, Array]:
+    """φ(alpha), Φ(alpha), mean and variance of max(0, x) for x ~ N(alpha, 1), to full relative precision everywhere.
+
+    In the lower tail the textbook forms are differences of nearly equal numbers. There the integrals
+    I₀ = Φ, I₁ = E z, I₂ = ½ E z², which obey I_{n-2} = n I_n + |alpha| I_{n-1} with I₋₁ = φ, are taken from their
+    continued fraction: I_{n-1} / I_{n-2} = 1 / (|alpha| + n · I_n / I_{n-1}), all of whose terms are positive.
+    """
+    phi = np.exp(-0.5 * alpha**2) / math.sqrt(2 * math.pi)
+    Phi, above = 0.5 * _erfc(-alpha / math.sqrt(2)), 0.5 * _erfc(alpha / math.sqrt(2))
+    mean = alpha * Phi + phi
+    # E z² - (E z)² with Φ² written as Φ - Φ(1-Φ), so that the large alpha² Φ cancels on paper
+    var = Phi + alpha**2 * Phi * above + alpha * phi * (above - Phi) - phi**2
+
+    tail = alpha < -2.5
+    ratio = np.zeros((3, int(tail.sum())))  # I₀/I₋₁, I₁/I₀, I₂/I₁
+    last = np.zeros(ratio.shape[1])
+    for n in range(80, 0, -1):
+        last = 1.0 / (-alpha[tail] + n * last)
+        if n <= 3:
+            ratio[n - 1] = last
+    I0, I1, I2 = phi[tail] * np.cumprod(ratio, axis=0)
+    Phi[tail], mean[tail], var[tail] = I0, I1, 2 * I2 - I1**2
+    return phi, Phi, mean, var
+
+
+def relu_moments(mu: Array, Sigma: Array, order: int = 2) -> tuple[Array, Array, Array]:
+    """Mean and covariance of z = max(0, u) for u ~ N(mu, Sigma), and Φ, so that Cov(u, z) = Σ diag(Φ).
+
+    The diagonal is exact. Off the diagonal the series in the correlation rho stops at ``order``. Its n-th term is
+    rhoⁿ / (n(n-1)) · c_j c_k with c = sigma · φ(alpha) · h_{n-2}(alpha), where alpha = mu / sigma, and h_n = He_n / √n!
+    are the normalised Hermite polynomials, which stay moderate at any order.
+    """
+    sigma = np.sqrt(np.maximum(np.diag(Sigma), 0.0))
+    random, safe = sigma > 0, _scales(Sigma)
+    alpha = np.where(random, np.clip(mu / safe, -40.0, 40.0), 0.0)  # beyond 40, φ is zero and Φ is 0 or 1
+    phi, Phi, mean, var = _standard_relu(alpha)
+    Phi = np.where(random, Phi, np.where(mu > 0, 1.0, np.where(mu < 0, 0.0, 0.5)))
+    # above zero the plain form is the better one: it returns mu exactly once Φ is 1
+    mean = np.where(random, np.where(alpha > 0, mu * Phi + sigma * phi, sigma * mean), np.maximum(mu, 0.0))
+
+    rho = np.clip(Sigma / np.outer(safe, safe), -1.0, 1.0)
+    cov = Phi[:, None] * Sigma * Phi
+    h_previous, h = np.zeros_like(alpha), np.ones_like(alpha)
+    for n in range(2, order + 1):
+        c = sigma * phi * h  # zero where u is certain
+        cov += rho**n / (n * (n - 1)) * np.outer(c, c)
+        h_previous, h = h, (alpha * h - math.sqrt(n - 2) * h_previous) / math.sqrt(n - 1)
+    np.fill_diagonal(cov, sigma**2 * var)
+    return mean, cov, Phi
+
+
+def _softmax(u: Array) -> Array:
+    exp = np.exp(u - u.max(axis=-1, keepdims=True))
+    return np.asarray(exp / exp.sum(axis=-1, keepdims=True))
+
+
+def _block_diagonal(blocks: Array) -> Array:
+    """(y, r, c) → (y·r, y·c)."""
+    y, r, c = blocks.shape
+    return np.asarray(np.einsum("arc,ab->arbc", blocks, np.eye(y)).reshape(y * r, y * c))
+
+
+def _jacobian(p: Array) -> Array:
+    """diag(p) - ppᵀ for every row of p, (y, d_o) → (y·d_o, y·d_o)."""
+    return _block_diagonal(p[:, :, None] * np.eye(p.shape[1]) - p[:, :, None] * p[:, None, :])
+
+
+def softmax_moments(mu: Array, Sigma: Array, order: int = 1) -> tuple[Array, Array, Array]:
+    """Mean (y, d_o) of softmax(u) per row, its covariance J Σ Jᵀ, and J, for u with mean ``mu`` (y, d_o).
+
+    Order 2 adds ½ Σ_kl ∂²p_i/∂u_k∂u_l Σ_kl to the mean, then clips it at zero and renormalises.
+    """
+    y, d_o = mu.shape
+    p = _softmax(mu)
+    J = _jacobian(p)
+    mean = p
+    if order == 2:
+        block = np.einsum("aiaj->aij", Sigma.reshape(y, d_o, y, d_o))  # each row's own covariance
+        var = np.einsum("aii->ai", block)
+        block_p = np.einsum("aij,aj->ai", block, p)
+        common = 2 * (p * block_p).sum(axis=1) - (p * var).sum(axis=1)  # 2 pᵀΣp - Σ_k p_k Σ_kk
+        mean = np.maximum(p + 0.5 * p * (var - 2 * block_p + common[:, None]), 0.0)
+        mean = mean / mean.sum(axis=1, keepdims=True)
+    return mean, J @ Sigma @ J.T, J
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Linear algebra of covariances
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _solve(cov: Array, rhs: Array) -> Array:
+    """cov⁻¹ rhs for a positive definite covariance and a vector or matrix on the right."""
+    s = _scales(cov)
+    columns = rhs.reshape(len(rhs), -1)
+    return (np.linalg.solve(cov / np.outer(s, s), columns / s[:, None]) / s[:, None]).reshape(rhs.shape)
+
+
+def _gain(cross: Array, cov: Array) -> Array:
+    """The RTS gain cross · cov⁺. Certain directions (dead units, repeated rows) have no covariance with anything."""
+    s = _scales(cov)
+    value, vector = np.linalg.eigh(cov / np.outer(s, s))
+    keep = value > len(s) * np.finfo(np.float64).eps * value[-1]
+    return np.asarray((cross / s) @ (vector[:, keep] / value[keep]) @ vector[:, keep].T / s)
+
+
+def _ud(S: Array) -> tuple[Array, Array]:
+    """S = U diag(D) Uᵀ with U unit upper triangular, for a positive semidefinite S."""
+    rest, U, D = S.copy(), np.eye(len(S)), np.zeros(len(S))
+    for j in range(len(S) - 1, -1, -1):
+        D[j] = max(rest[j, j], 0.0)
+        if D[j] > 0:
+            U[:j, j] = rest[:j, j] / D[j]
+            rest[:j, :j] -= D[j] * np.outer(U[:j, j], U[:j, j])
+    return U, D
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The measurement (METHOD §3)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Innovation(NamedTuple):
+    """e = y - prediction. The prediction is H u plus noise: cov = H Σ_u Hᵀ + R, and cross = Cov(u, H u).
+
+    A variable with gain G on the innovation moves by μ⁺ - μ = G e and Σ⁺ - Σ = G (after - cov) Gᵀ, where ``after`` is
+    the covariance that the innovation is to have once y is known: none to fuse, Σ_data to replace.
+    """
+
+    e: Array
+    cov: Array
+    cross: Array
+    noise: Array
+    after: Array | float = 0.0
+
+    @property
+    def gain(self) -> Array:
+        """The gain of u, Σ_ue Σ_ee⁻¹: Kalman's."""
+        return np.asarray(_solve(self.cov, self.cross.T).T)
+
+    @property
+    def nis(self) -> float:
+        """Normalised innovation squared, eᵀ V e."""
+        return float(self.e @ _solve(self.cov, self.e))
+
+    @property
+    def gaussian_log_likelihood(self) -> float:
+        logdet = float(np.linalg.slogdet(self.cov)[1])
+        return -0.5 * (self.nis + logdet + len(self.e) * math.log(2 * math.pi))
+
+    def noise_estimate(self) -> Array:
+        """One EM step for a diagonal R: r̂ = (R V e)² + diag(R - R V R)."""
+        R = self.noise
+        return np.asarray((R @ _solve(self.cov, self.e)) ** 2 + np.diag(R - R @ _solve(self.cov, R)))
+
+
+def _innovation(e: Array, Sigma: Array, H: Array, R: Array, after: Array | float = 0.0) -> Innovation:
+    cross = Sigma @ H.T
+    return Innovation(e, H @ cross + R, cross, R, after)
+
+
+def _multinomial_innovation(y: Array, mean: Array, p: Array, Sigma: Array) -> Innovation:
+    """One draw from each row's class probabilities: linear map and noise are both J = diag(q) - qqᵀ.
+
+    J is singular along the ones of each row, because probabilities sum to one. Leaving out one class per row says the
+    same without the singularity, and leaving out the likeliest keeps what remains well conditioned. The smoothing
+    keeps a class that the head thinks impossible within reach: V J ≈ 1 on the simplex however small q is.
+    """
+    d_o = p.shape[1]
+    q = (p + SMOOTHING) / (1 + d_o * SMOOTHING)
+    keep = (np.arange(d_o) != q.argmax(axis=1)[:, None]).ravel()
+    J = _jacobian(q)
+    return _innovation((y - mean).ravel()[keep], Sigma, J[keep], J[np.ix_(keep, keep)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers and their posterior structures (METHOD §5)
+# ---------------------------------------------------------------------------------------------------------------------
+
+Covariance = Literal["full", "neuron", "diagonal"]
+
+
+class Layer:
+    """The Gaussian weights of one linear layer.
+
+    ``mean`` is (n, m+1), bias last. ``cov`` holds what the structure keeps: (n·(m+1), n·(m+1)) for ``full``,
+    (n, m+1, m+1) for ``neuron``, (n, m+1) for ``diagonal``.
+    """
+
+    def __init__(self, mean: Array, prior_var: float, structure: Covariance) -> None:
+        self.mean, self.prior_var, self.structure = mean.copy(), prior_var, structure
+        self.cov = self.kept(prior_var * np.eye(mean.size))
+
+    def dense(self) -> Array:
+        """The joint covariance of all weights, zero where the structure keeps nothing."""
+        if self.structure == "full":
+            return self.cov
+        return _block_diagonal(self.cov) if self.structure == "neuron" else np.diag(self.cov.ravel())
+
+    def kept(self, dense: Array) -> Array:
+        """The part of a joint covariance that the structure keeps."""
+        n, m1 = self.mean.shape
+        if self.structure == "full":
+            return np.asarray(0.5 * (dense + dense.T))
+        if self.structure == "neuron":
+            block = np.einsum("jpjq->jpq", dense.reshape(n, m1, n, m1))
+            return np.asarray(0.5 * (block + block.transpose(0, 2, 1)))
+        return np.array(np.diag(dense).reshape(n, m1))
+
+    def update(self, gain: Array, innovation: Innovation) -> None:
+        """Moves the weights by their gain on the innovation and keeps what the structure keeps."""
+        self.mean = self.mean + (gain @ innovation.e).reshape(self.mean.shape)
+        self.cov = self.kept(self.dense() + gain @ (innovation.after - innovation.cov) @ gain.T)
+
+    def map_blocks(self, function: Callable[[Array], Array]) -> None:
+        """Applies ``function`` to every covariance matrix that the structure holds."""
+        if self.structure == "neuron":
+            self.cov = np.stack([function(block) for block in self.cov])
+        elif self.structure == "full":
+            self.cov = function(self.cov)
+        else:
+            self.cov = np.array([function(np.array([[v]]))[0, 0] for v in self.cov.flat]).reshape(self.cov.shape)
+
+    def forget(self, factor: float) -> None:
+        """Divides D of S = U D Uᵀ by the forgetting factor, but lifts nothing above the prior variance."""
+
+        def forget(S: Array) -> Array:
+            U, D = _ud(S)
+            return np.asarray((U * np.minimum(D / factor, np.maximum(D, self.prior_var))) @ U.T)
+
+        self.map_blocks(forget)
+
+    def clip(self) -> int:
+        """Sets negative eigenvalues to zero and returns how many lay below rounding."""
+        clipped = 0
+
+        def clip(S: Array) -> Array:
+            nonlocal clipped
+            value, vector = np.linalg.eigh(S)
+            clipped += int((value < -len(S) * np.finfo(np.float64).eps * np.abs(value).max()).sum())
+            return S if value[0] >= 0 else np.asarray((vector * np.maximum(value, 0.0)) @ vector.T)
+
+        self.map_blocks(clip)
+        return clipped
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The head
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """``mean`` and ``total_var`` are shaped like the target; ``cov`` is joint and epistemic, over (row, output)."""
+
+    mean: Array
+    cov: Array
+    total_var: Array
+
+    @property
+    def var(self) -> Array:
+        return np.diag(self.cov).reshape(self.mean.shape)
+
+
+@dataclass(frozen=True)
+class Update:
+    """``status`` is "ok" or "gated"; ``nis`` the normalised innovation squared."""
+
+    status: Literal["ok", "gated"]
+    nis: float
+    log_likelihood: float
+
+
+class Forward(NamedTuple):
+    """One forward pass: linear moments per layer, then mean, covariance and Φ of each ReLU between them."""
+
+    linear: list[LinearMoments]
+    relu: list[tuple[Array, Array, Array]]
+
+
+class ReferenceHead:
+    """The Bayesian head of METHOD.md with the settings of ``kbt_edge.Head``.
+
+    ``means`` holds one (n, m+1) array per linear layer. ``backward="diagonal"`` is the paper's own Σ_uz, kept for the
+    ablation: it is inconsistent with full covariances, and ``clipped`` counts the negative eigenvalues it left behind.
+    """
+
+    def __init__(
+        self,
+        means: Sequence[npt.ArrayLike],
+        *,
+        prior_var: float | Sequence[float],
+        noise_var: npt.ArrayLike = 1e-2,
+        output: Literal["gaussian", "softmax"] = "gaussian",
+        covariance: Covariance = "neuron",
+        rule: Literal["fuse", "replace"] = "fuse",
+        relu_order: int = 2,
+        softmax_order: int = 1,
+        noise: Literal["constant", "adaptive", "multinomial"] = "constant",
+        input_var: float = 0.0,
+        forgetting: float = 1.0,
+        gate: float | None = None,
+        backward: Literal["exact", "diagonal"] = "exact",
+    ) -> None:
+        _choice("output", output, ("gaussian", "softmax"))
+        _choice("covariance", covariance, ("full", "neuron", "diagonal"))
+        _choice("rule", rule, ("fuse", "replace"))
+        _choice("noise", noise, ("constant", "adaptive", "multinomial"))
+        _choice("backward", backward, ("exact", "diagonal"))
+        _require(output == "gaussian" or rule == "fuse", "rule='replace' diverges for output='softmax'; use 'fuse'")
+        _require(
+            noise == "constant" or (rule == "fuse" and (output == "gaussian") == (noise == "adaptive")),
+            "noise='adaptive' belongs to output='gaussian' and noise='multinomial' to 'softmax', both with rule='fuse';"
+            f" got noise={noise!r}, output={output!r}, rule={rule!r}",
+        )
+        _require(relu_order >= 2, f"relu_order must be at least 2, got {relu_order}")
+        _require(softmax_order in (1, 2), f"softmax_order must be 1 or 2, got {softmax_order}")
+        _require(0 < forgetting <= 1, f"forgetting must lie in (0, 1], got {forgetting}")
+        _require(input_var >= 0, f"input_var must not be negative, got {input_var}")
+        _require(gate is None or gate > 0, f"gate must be positive or None, got {gate}")
+
+        weights = [_finite("means", mean) for mean in means]
+        if not weights or any(W.ndim != 2 or W.shape[1] < 2 for W in weights):
+            raise ShapeError(f"means: expected one (n, m+1) array per layer, got shapes {[W.shape for W in weights]}")
+        if any(W.shape[1] != below.shape[0] + 1 for below, W in pairwise(weights)):
+            raise ShapeError(f"means: each layer must take the layer below, got shapes {[W.shape for W in weights]}")
+        prior = _finite("prior_var", prior_var)
+        if prior.shape not in ((), (len(weights),)):
+            raise ShapeError(f"prior_var: expected one number or {len(weights)}, got shape {prior.shape}")
+        _require(bool((prior >= 0).all()), f"prior_var must not be negative, got {prior_var}")
+
+        self.d, self.d_o = weights[0].shape[1] - 1, weights[-1].shape[0]
+        self.layers = [
+            Layer(W, float(v), covariance) for W, v in zip(weights, np.broadcast_to(prior, len(weights)), strict=True)
+        ]
+        self.output, self.rule, self.noise, self.backward = output, rule, noise, backward
+        self.relu_order, self.softmax_order = relu_order, softmax_order
+        self.input_var, self.forgetting, self.gate = float(input_var), float(forgetting), gate
+        self.noise_var = self._noise(noise_var)
+        _require(noise != "adaptive" or self.noise_var.ndim == 1, "noise='adaptive' needs noise_var per output")
+        self.samples = 0
+        self.clipped = 0
+
+    def predict(self, h: npt.ArrayLike) -> Prediction:
+        """The predictive distribution for h, (d,) or (rows, d)."""
+        rows = self._rows(h)
+        u = self._forward(rows).linear[-1]
+        mean, cov = self._output(u)
+        var = np.diag(cov).reshape(mean.shape)
+        if self.rule == "replace":
+            total = var
+        elif self.noise == "multinomial":
+            p = _softmax(u.mean.reshape(mean.shape))
+            total = var + p * (1 - p)
+        else:
+            total = var + (self.noise_var if self.noise_var.ndim == 1 else np.diag(self.noise_var))
+        shape = mean.shape if np.ndim(h) == 2 else (self.d_o,)
+        return Prediction(mean.reshape(shape), cov, total.reshape(shape))
+
+    def update(self, h: npt.ArrayLike, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
+        """Learns the target y of h; all rows form one joint update. ``noise_var`` replaces R for this sample."""
+        rows = self._rows(h)
+        target = self._target(y, h)
+        _require(noise_var is None or self.noise != "multinomial", "noise_var has no meaning for noise='multinomial'")
+        R = self.noise_var if noise_var is None else self._noise(noise_var)
+
+        forward = self._forward(rows)
+        innovation, log_likelihood = self._measure(forward.linear[-1], target, R)
+        nis = innovation.nis
+        if self.gate is not None and nis > self.gate:
+            return Update("gated", nis, log_likelihood)
+
+        for layer, gain in zip(self.layers, self._backward(forward, innovation.gain), strict=True):
+            layer.update(gain, innovation)
+            if self.backward == "diagonal":
+                self.clipped += layer.clip()
+            if self.forgetting < 1:
+                layer.forget(self.forgetting)
+        if self.noise == "adaptive" and noise_var is None:
+            estimate = innovation.noise_estimate().reshape(target.shape).mean(axis=0)
+            step = 1 / min(ADAPT_START + self.samples, ADAPT_WINDOW)
+            self.noise_var = np.maximum(self.noise_var + step * (estimate - self.noise_var), NOISE_FLOOR)
+        self.samples += 1
+        return Update("ok", nis, log_likelihood)
+
+    def _forward(self, h: Array) -> Forward:
+        """METHOD §2, layer by layer, all rows jointly."""
+        z, C = h, self.input_var * np.eye(h.size)
+        linear, relu = [], []
+        for i, layer in enumerate(self.layers):
+            linear.append(linear_moments(layer.mean, layer.dense(), z, C))
+            if i + 1 < len(self.layers):
+                relu.append(relu_moments(linear[-1].mean, linear[-1].cov, self.relu_order))
+                z, C = relu[-1][0].reshape(len(h), -1), relu[-1][1]
+        return Forward(linear, relu)
+
+    def _output(self, u: LinearMoments) -> tuple[Array, Array]:
+        mean = u.mean.reshape(-1, self.d_o)
+        if self.output == "gaussian":
+            return mean, u.cov
+        return softmax_moments(mean, u.cov, self.softmax_order)[:2]
+
+    def _measure(self, u: LinearMoments, y: Array, R: Array) -> tuple[Innovation, float]:
+        """METHOD §3: the innovation and the log likelihood of y."""
+        mu, identity = u.mean.reshape(y.shape), np.eye(y.size)
+        R = _block_diagonal(np.broadcast_to(R if R.ndim == 2 else np.diag(R), (len(y), self.d_o, self.d_o)))
+        if self.output == "gaussian":
+            e = (y - mu).ravel()
+            if self.rule == "fuse":
+                innovation = _innovation(e, u.cov, identity, R)
+            else:
+                innovation = _innovation(e, u.cov, identity, NOISE_FLOOR * identity, after=R)
+            return innovation, innovation.gaussian_log_likelihood
+        mean, _, J = softmax_moments(mu, u.cov, self.softmax_order)
+        log_likelihood = float((y * np.log(np.maximum(mean, LIKELIHOOD_FLOOR))).sum())
+        if self.noise == "multinomial":
+            return _multinomial_innovation(y, mean, _softmax(mu), u.cov), log_likelihood
+        return _innovation((y - mean).ravel(), u.cov, J, R), log_likelihood
+
+    def _backward(self, forward: Forward, G_u: Array) -> list[Array]:
+        """METHOD §4 as the RTS recursion: from the gain of the last u to that of every layer's weights.
+
+        RTS moves a variable by K = Σ_xu Σ_uu⁻¹ times the move of its neighbour u, so gains on the innovation chain:
+        G_x = K G_u. Carrying G, not the moved moments, keeps rounding in u from being amplified twice by K · Kᵀ.
+        """
+        gains = []
+        for i in range(len(self.layers) - 1, -1, -1):
+            _, cov_u, cov_wu, cov_zu = forward.linear[i]
+            gains.append(_gain(cov_wu, cov_u) @ G_u)
+            if i > 0:
+                G_z = _gain(cov_zu, cov_u) @ G_u
+                _, cov_z, Phi = forward.relu[i - 1]
+                cov_uz = forward.linear[i - 1].cov * Phi  # Stein's lemma
+                if self.backward == "diagonal":
+                    cov_uz = np.diag(np.diag(cov_uz))
+                G_u = _gain(cov_uz, cov_z) @ G_z
+        return gains[::-1]
+
+    def _rows(self, h: npt.ArrayLike) -> Array:
+        rows = _finite("h", h)
+        if rows.ndim not in (1, 2) or rows.shape[-1] != self.d or rows.size == 0:
+            raise ShapeError(f"h: expected ({self.d},) or (rows, {self.d}), got {rows.shape}")
+        return np.atleast_2d(rows)
+
+    def _target(self, y: npt.ArrayLike, h: npt.ArrayLike) -> Array:
+        """y as (rows, d_o); class numbers become one-hot rows."""
+        rows = np.shape(h)[:-1]
+        labels = np.asarray(y)
+        if self.output == "softmax" and labels.shape == rows and np.issubdtype(labels.dtype, np.integer):
+            known = (labels >= 0) & (labels < self.d_o)
+            _require(bool(known.all()), f"y: expected classes 0 to {self.d_o - 1}, got {y!r}")
+            return np.asarray(np.eye(self.d_o)[np.atleast_1d(labels)])
+        target = _finite("y", y)
+        if target.shape != (*rows, self.d_o):
+            raise ShapeError(f"y: expected shape {(*rows, self.d_o)} beside h of {np.shape(h)}, got {target.shape}")
+        return np.atleast_2d(target)
+
+    def _noise(self, noise_var: npt.ArrayLike) -> Array:
+        """R per output (d_o,) or as a matrix (d_o, d_o), with its floor."""
+        R = _finite("noise_var", noise_var)
+        if R.shape not in ((), (self.d_o,), (self.d_o, self.d_o)):
+            raise ShapeError(f"noise_var: expected a number, ({self.d_o},) or ({self.d_o}, {self.d_o}), got {R.shape}")
+        if R.ndim < 2:
+            _require(bool((R >= 0).all()), f"noise_var must not be negative, got {noise_var!r}")
+            return np.maximum(np.broadcast_to(R, (self.d_o,)), NOISE_FLOOR)
+        _require(
+            bool(np.allclose(R, R.T) and np.linalg.eigvalsh(R)[0] >= -1e-12 * np.abs(R).max()),
+            f"noise_var must be symmetric and positive semidefinite, got {noise_var!r}",
+        )
+        return np.where(np.eye(self.d_o, dtype=bool), np.maximum(R, NOISE_FLOOR), R)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The prior from the readout (METHOD §1)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def prior_means(
+    weight: npt.ArrayLike, bias: npt.ArrayLike, hidden: Sequence[int] = (), spare_seed: int = 0
+) -> list[Array]:
+    """Layer means that reproduce the readout ``weight`` (d_o, d), ``bias`` (d_o,) through ReLU layers of width ≥ 2d.
+
+    A hidden layer splits h into (+h, -h, spare), the next one merges a - b and splits again, the last merges and reads
+    out. Spare neurons look at h with random weights and bias; nothing looks at them yet.
+    """
+    W, b = _finite("weight", weight), _finite("bias", bias)
+    if W.ndim != 2 or b.shape != W.shape[:1]:
+        raise ShapeError(f"weight, bias: expected (d_o, d) and (d_o,), got {W.shape} and {b.shape}")
+    d = W.shape[1]
+    _require(all(n >= 2 * d for n in hidden), f"hidden widths must be at least 2d = {2 * d}, got {tuple(hidden)}")
+    rng = np.random.default_rng(spare_seed)
+    merge = np.eye(d)  # what the layer below means by h
+    means = []
+    for n in hidden:
+        spare = rng.normal(size=(n - 2 * d, d + 1)) / math.sqrt(d)
+        split = np.vstack([np.eye(d, d + 1), -np.eye(d, d + 1), spare])
+        means.append(np.column_stack([split[:, :d] @ merge, split[:, d]]))
+        merge = np.hstack([np.eye(d), -np.eye(d), np.zeros((d, n - 2 * d))])
+    return [*means, np.column_stack([W @ merge, b])]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refusals
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise RangeError(message)
+
+
+def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    _require(value in allowed, f"{name}: expected one of {allowed}, got {value!r}")
+
+
+def _finite(name: str, value: npt.ArrayLike) -> Array:
+    array = np.asarray(value, dtype=np.float64)
+    if not np.isfinite(array).all():
+        raise NumericsError(f"{name}: expected finite numbers, got NaN or infinity")
+    return array
