@@ -1,4 +1,5 @@
-// bindings.cpp - Python's door to the C ABI. Thin: it owns the arena and moves arrays; kbt_edge/head.py explains errors.
+// bindings.cpp - Python's door to the C ABI. Thin: it owns the arena and moves arrays; kbt_edge/head.py explains
+// errors.
 //
 // The verbs take plain arrays only (right dtype, C-contiguous, aligned). They answer
 //   None        an argument is not of that form: the caller converts it and calls again,
@@ -25,7 +26,7 @@ class Core {
   explicit Core(const kbt_config &cfg) {
     const std::size_t bytes = kbt_arena_bytes(&cfg);
     if (bytes == 0) throw py::value_error("the configuration is refused; check it with Config.check first");
-    arena_.reset(::operator new(bytes, std::align_val_t{KBT_ARENA_ALIGN}));
+    arena_.reset(::operator new (bytes, std::align_val_t{KBT_ARENA_ALIGN}));
     bytes_ = bytes;
     const kbt_status status = kbt_init(&cfg, arena_.get(), bytes, &head_);
     if (status != KBT_OK) throw py::value_error(kbt_status_str(status));
@@ -53,7 +54,8 @@ class Core {
     if (input == nullptr) return py::none();
     const py::ssize_t count = rows < 0 ? 1 : rows, K = count * outputs_;
     if (count < 1 || count > cfg_.max_rows) return py::int_(static_cast<int>(KBT_E_ROWS));
-    const std::vector<py::ssize_t> shape = rows < 0 ? std::vector<py::ssize_t>{outputs_} : std::vector<py::ssize_t>{rows, outputs_};
+    const std::vector<py::ssize_t> shape =
+        rows < 0 ? std::vector<py::ssize_t>{outputs_} : std::vector<py::ssize_t>{rows, outputs_};
     py::array mean(dtype_, shape), cov(dtype_, std::vector<py::ssize_t>{K, K}), total_var(dtype_, shape);
     const kbt_status status = kbt_predict(head_, input, static_cast<int32_t>(count), mean.mutable_data(),
                                           cov.mutable_data(), total_var.mutable_data());
@@ -89,13 +91,13 @@ class Core {
       if (!(labels.flags() & py::array::c_style) || labels.size() != count) return py::none();
       const auto *data = static_cast<const int32_t *>(labels.data());
       status = input != nullptr ? kbt_update_labels(head_, input, count, data, R, nc, &result)
-                                  : kbt_observe_labels(head_, data, R, nc, &result);
+                                : kbt_observe_labels(head_, data, R, nc, &result);
     } else {
       py::ssize_t target_rows = 0;
       const void *target = plain(y, outputs_, &target_rows);
       if (target == nullptr || target_rows != rows) return py::none();
       status = input != nullptr ? kbt_update(head_, input, count, target, R, nc, &result)
-                                  : kbt_observe(head_, target, R, nc, &result);
+                                : kbt_observe(head_, target, R, nc, &result);
     }
     if (status != KBT_OK && status != KBT_GATED) return py::int_(static_cast<int>(status));
     return py::make_tuple(status == KBT_GATED, result.nis, result.log_likelihood);
@@ -109,7 +111,9 @@ class Core {
     for (std::size_t i = 0; i < means.size() && i < pointers.size(); ++i) pointers[i] = means[i].data();
     return kbt_set_means(head_, pointers.data());
   }
-  int set_noise(const py::array &noise) { return kbt_set_noise(head_, noise.data(), static_cast<int32_t>(noise.size())); }
+  int set_noise(const py::array &noise) {
+    return kbt_set_noise(head_, noise.data(), static_cast<int32_t>(noise.size()));
+  }
 
   py::array noise() const {
     py::array all(dtype_, std::vector<py::ssize_t>{outputs_, outputs_});
@@ -162,7 +166,7 @@ class Core {
 
  private:
   struct Free {
-    void operator()(void *p) const { ::operator delete(p, std::align_val_t{KBT_ARENA_ALIGN}); }
+    void operator()(void *p) const { ::operator delete (p, std::align_val_t{KBT_ARENA_ALIGN}); }
   };
   py::ssize_t width(int i) const { return cfg_.widths[i]; }
 

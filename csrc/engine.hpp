@@ -1,7 +1,7 @@
 // engine.hpp - the two calls of a control loop, predict and learn, for whatever dtype the head has.
 //
-// Everything hot is behind these two functions, so that an instruction set is chosen once per call: kbt.cpp includes this
-// file for the baseline, engine_avx2.cpp once more, in a namespace of its own, for AVX2.
+// Everything hot is behind these two functions, so that an instruction set is chosen once per call: kbt.cpp includes
+// this file for the baseline, engine_avx2.cpp once more, in a namespace of its own, for AVX2.
 #pragma once
 
 #include "head.hpp"

@@ -1,7 +1,7 @@
 // engine_avx2.cpp - predict and learn once more, compiled with -mavx2. x86-64 only; kbt.cpp decides at run time.
 //
-// The renamed namespaces keep every inline function of this file apart from its baseline twin: the linker would merge equal
-// names and might hand AVX2 code to a machine without it. The bits are the same (tests/test_same_bits.py).
+// The renamed namespaces keep every inline function of this file apart from its baseline twin: the linker would merge
+// equal names and might hand AVX2 code to a machine without it. The bits are the same (tests/test_same_bits.py).
 #define kbt kbt_avx2
 #define Eigen Eigen_avx2
 #include "engine.hpp"

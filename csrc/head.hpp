@@ -19,8 +19,8 @@ struct kbt_head {
 
 // One sample as a caller of the C ABI gives it.
 struct kbt_sample {
-  bool predicted;              // learn at the rows of the latest prediction, not at h
-  const void *h;               // rows x d
+  bool predicted;  // learn at the rows of the latest prediction, not at h
+  const void *h;   // rows x d
   std::int32_t rows;
   const void *y;               // rows x d_o, or null with
   const std::int32_t *labels;  // one per row
@@ -30,8 +30,8 @@ struct kbt_sample {
 
 namespace kbt {
 
-// Hands out aligned pieces of one block of memory. Without a base it only counts, so that the plan which measures is the
-// plan which lays out.
+// Hands out aligned pieces of one block of memory. Without a base it only counts, so that the plan which measures is
+// the plan which lays out.
 class Arena {
  public:
   explicit Arena(void *base) : base_(static_cast<unsigned char *>(base)) {}
@@ -41,7 +41,8 @@ class Arena {
     constexpr std::size_t kAlign = KBT_ARENA_ALIGN, kMax = std::numeric_limits<std::size_t>::max() / 2;
     const std::size_t limit = kMax / sizeof(T);
     if (count < 0 || static_cast<std::size_t>(count) > limit) overflow_ = true;
-    const std::size_t bytes = overflow_ ? 0 : (static_cast<std::size_t>(count) * sizeof(T) + kAlign - 1) / kAlign * kAlign;
+    const std::size_t bytes =
+        overflow_ ? 0 : (static_cast<std::size_t>(count) * sizeof(T) + kAlign - 1) / kAlign * kAlign;
     if (used_ > kMax - bytes) overflow_ = true;
     T *piece = base_ != nullptr && !overflow_ ? reinterpret_cast<T *>(base_ + used_) : nullptr;
     if (!overflow_) used_ += bytes;
@@ -431,8 +432,8 @@ class Head : public kbt_head {
   T *cov_[2];                   // covariance in and out of a layer, in turns
   T *u_;                        // means of a layer's pre-activations, rows x stride
   T *series_;
-  T *rest_;                     // part of the output covariance that the last layer's weights do not cause, and scratch
-  T *noise_, *call_noise_;      // R of the head, and of one call
+  T *rest_;                 // part of the output covariance that the last layer's weights do not cause, and scratch
+  T *noise_, *call_noise_;  // R of the head, and of one call
   T *target_;
   bool noise_matrix_;
   typename Linear<T>::Work work_;

@@ -50,7 +50,9 @@ kbt_head *lay_out(const kbt_config &cfg, void *memory) {
   return head;
 }
 
-bool within(double x, double low, double high) { return x >= low && x <= high; }  // false for NaN
+bool within(double x, double low, double high) {
+  return x >= low && x <= high;
+}  // false for NaN
 
 // Name of the first setting that is out of range or contradicts another; NULL if none.
 const char *bad_setting(const kbt_config &cfg) {
@@ -98,7 +100,9 @@ kbt_config canonical(const kbt_config &given) {
 
 }  // namespace
 
-uint32_t kbt_abi_version(void) { return KBT_ABI_VERSION; }
+uint32_t kbt_abi_version(void) {
+  return KBT_ABI_VERSION;
+}
 
 const char *kbt_status_str(kbt_status status) {
   switch (status) {
@@ -225,8 +229,8 @@ kbt_status kbt_predict(kbt_head *head, const void *h, int32_t rows, void *mean, 
   return kbt::predict(head, h, rows, mean, cov, total_var);
 }
 
-kbt_status kbt_update(kbt_head *head, const void *h, int32_t rows, const void *y, const void *noise, int32_t noise_count,
-                      kbt_result *result) {
+kbt_status kbt_update(kbt_head *head, const void *h, int32_t rows, const void *y, const void *noise,
+                      int32_t noise_count, kbt_result *result) {
   return learn(head, {false, h, rows, y, nullptr, noise, noise_count}, result);
 }
 kbt_status kbt_observe(kbt_head *head, const void *y, const void *noise, int32_t noise_count, kbt_result *result) {
@@ -253,8 +257,12 @@ kbt_status kbt_get_counters(const kbt_head *head, kbt_counters *counters) {
   return KBT_OK;
 }
 
-uint64_t kbt_samples(const kbt_head *head) { return head != nullptr ? head->samples : 0; }
-int32_t kbt_predicted_rows(const kbt_head *head) { return head != nullptr ? head->predicted_rows : 0; }
+uint64_t kbt_samples(const kbt_head *head) {
+  return head != nullptr ? head->samples : 0;
+}
+int32_t kbt_predicted_rows(const kbt_head *head) {
+  return head != nullptr ? head->predicted_rows : 0;
+}
 
 kbt_status kbt_get_noise(const kbt_head *head, void *noise, int32_t *count) {
   if (head == nullptr || noise == nullptr || count == nullptr) return KBT_E_NULL;
@@ -330,7 +338,8 @@ kbt_status kbt_state_save(const kbt_head *head, void *blob, size_t size) {
 
 kbt_status kbt_state_load(kbt_head *head, const void *blob, size_t size) {
   if (head == nullptr || blob == nullptr) return KBT_E_NULL;
-  return as_head(head, [&](auto &self) { return kbt::read_state(self, static_cast<const unsigned char *>(blob), size); });
+  return as_head(head,
+                 [&](auto &self) { return kbt::read_state(self, static_cast<const unsigned char *>(blob), size); });
 }
 
 kbt_status kbt_state_config(const void *blob, size_t size, kbt_config *cfg) {

@@ -33,18 +33,18 @@ extern "C" {
 
 typedef enum kbt_status {
   KBT_OK = 0,
-  KBT_GATED = 1,        /* the innovation gate rejected the sample: nothing was learned */
-  KBT_E_NULL = 2,       /* a required pointer is NULL */
-  KBT_E_CONFIG = 3,     /* a setting is out of range, or two settings contradict each other */
-  KBT_E_SIZE = 4,       /* the configuration does not fit into the address space, or the arena is too small */
-  KBT_E_ALIGN = 5,      /* the arena is not aligned to KBT_ARENA_ALIGN */
-  KBT_E_ROWS = 6,       /* rows outside 1..max_rows */
-  KBT_E_NONFINITE = 7,  /* an input holds NaN or Inf */
-  KBT_E_RANGE = 8,      /* finite input so large that the result would not be */
-  KBT_E_NOISE = 9,      /* noise: wrong count, negative, not symmetric, or not allowed with this configuration */
-  KBT_E_LABEL = 10,     /* a class label outside 0..d_o-1, a target row that is no probability, or labels for a gaussian */
-  KBT_E_ORDER = 11,     /* observe without a prediction before it */
-  KBT_E_LAYER = 12,     /* layer index outside 0..layers-1 */
+  KBT_GATED = 1,       /* the innovation gate rejected the sample: nothing was learned */
+  KBT_E_NULL = 2,      /* a required pointer is NULL */
+  KBT_E_CONFIG = 3,    /* a setting is out of range, or two settings contradict each other */
+  KBT_E_SIZE = 4,      /* the configuration does not fit into the address space, or the arena is too small */
+  KBT_E_ALIGN = 5,     /* the arena is not aligned to KBT_ARENA_ALIGN */
+  KBT_E_ROWS = 6,      /* rows outside 1..max_rows */
+  KBT_E_NONFINITE = 7, /* an input holds NaN or Inf */
+  KBT_E_RANGE = 8,     /* finite input so large that the result would not be */
+  KBT_E_NOISE = 9,     /* noise: wrong count, negative, not symmetric, or not allowed with this configuration */
+  KBT_E_LABEL = 10, /* a class label outside 0..d_o-1, a target row that is no probability, or labels for a gaussian */
+  KBT_E_ORDER = 11, /* observe without a prediction before it */
+  KBT_E_LAYER = 12, /* layer index outside 0..layers-1 */
   KBT_E_BLOB_SHORT = 13,   /* state blob: shorter than its header, or than the length in it */
   KBT_E_BLOB_FOREIGN = 14, /* state blob: not one of ours */
   KBT_E_BLOB_VERSION = 15, /* state blob: written by a newer format */
@@ -53,35 +53,35 @@ typedef enum kbt_status {
   KBT_E_BLOB_VALUE = 18    /* state blob: intact, but holds a non-finite mean or a negative variance */
 } kbt_status;
 
-enum { KBT_FLOAT32 = 0, KBT_FLOAT64 = 1 };                                            /* dtype */
-enum { KBT_GAUSSIAN = 0, KBT_SOFTMAX = 1 };                                           /* output */
-enum { KBT_FULL = 0, KBT_NEURON = 1, KBT_DIAGONAL = 2 };                              /* covariance */
-enum { KBT_FUSE = 0, KBT_REPLACE = 1 };                                               /* rule */
-enum { KBT_NOISE_CONSTANT = 0, KBT_NOISE_ADAPTIVE = 1, KBT_NOISE_MULTINOMIAL = 2 };   /* noise */
+enum { KBT_FLOAT32 = 0, KBT_FLOAT64 = 1 };                                          /* dtype */
+enum { KBT_GAUSSIAN = 0, KBT_SOFTMAX = 1 };                                         /* output */
+enum { KBT_FULL = 0, KBT_NEURON = 1, KBT_DIAGONAL = 2 };                            /* covariance */
+enum { KBT_FUSE = 0, KBT_REPLACE = 1 };                                             /* rule */
+enum { KBT_NOISE_CONSTANT = 0, KBT_NOISE_ADAPTIVE = 1, KBT_NOISE_MULTINOMIAL = 2 }; /* noise */
 
 /* Fill with kbt_config_default, then set what differs. */
 typedef struct kbt_config {
-  int32_t dtype;                        /* KBT_FLOAT32 */
-  int32_t layers;                       /* L, 1..KBT_MAX_LAYERS */
-  int32_t widths[KBT_MAX_LAYERS + 1];   /* d, n_1 .. n_{L-1}, d_o */
-  int32_t max_rows;                     /* largest number of rows in one joint update */
-  int32_t output;                       /* KBT_GAUSSIAN */
-  int32_t covariance;                   /* KBT_NEURON */
-  int32_t rule;                         /* KBT_FUSE; KBT_REPLACE is the paper's, refused for softmax */
-  int32_t noise;                        /* KBT_NOISE_CONSTANT; ADAPTIVE: gaussian only; MULTINOMIAL: softmax only */
-  int32_t relu_order;                   /* 2..12: where the off-diagonal series of the ReLU stops */
-  int32_t softmax_order;                /* 1 or 2: Taylor order of the softmax mean */
-  double prior_var[KBT_MAX_LAYERS];     /* > 0, variance of every weight of a layer before any data */
-  double noise_var;                     /* >= 0, initial observation noise R; see kbt_set_noise for more than a scalar */
-  double input_var;                     /* >= 0, variance of the input h */
-  double forgetting;                    /* (0, 1]; 1 forgets nothing */
-  double gate;                          /* reject samples with NIS above it; 0 switches the gate off */
+  int32_t dtype;                      /* KBT_FLOAT32 */
+  int32_t layers;                     /* L, 1..KBT_MAX_LAYERS */
+  int32_t widths[KBT_MAX_LAYERS + 1]; /* d, n_1 .. n_{L-1}, d_o */
+  int32_t max_rows;                   /* largest number of rows in one joint update */
+  int32_t output;                     /* KBT_GAUSSIAN */
+  int32_t covariance;                 /* KBT_NEURON */
+  int32_t rule;                       /* KBT_FUSE; KBT_REPLACE is the paper's, refused for softmax */
+  int32_t noise;                      /* KBT_NOISE_CONSTANT; ADAPTIVE: gaussian only; MULTINOMIAL: softmax only */
+  int32_t relu_order;                 /* 2..12: where the off-diagonal series of the ReLU stops */
+  int32_t softmax_order;              /* 1 or 2: Taylor order of the softmax mean */
+  double prior_var[KBT_MAX_LAYERS];   /* > 0, variance of every weight of a layer before any data */
+  double noise_var;                   /* >= 0, initial observation noise R; see kbt_set_noise for more than a scalar */
+  double input_var;                   /* >= 0, variance of the input h */
+  double forgetting;                  /* (0, 1]; 1 forgets nothing */
+  double gate;                        /* reject samples with NIS above it; 0 switches the gate off */
 } kbt_config;
 
 /* What one update found out about its sample, before learning from it. */
 typedef struct kbt_result {
-  double nis;             /* normalised innovation squared; its mean is rows * d_o for a consistent gaussian head */
-  double log_likelihood;  /* log predictive density (gaussian) or probability (softmax) of the sample, all rows */
+  double nis;            /* normalised innovation squared; its mean is rows * d_o for a consistent gaussian head */
+  double log_likelihood; /* log predictive density (gaussian) or probability (softmax) of the sample, all rows */
 } kbt_result;
 
 /* Events since kbt_init. Diagnostics, not part of the saved state. */
@@ -115,15 +115,16 @@ KBT_API kbt_status kbt_set_means(kbt_head *head, const void *const *means);
 /* Observation noise R: count = 1 (scalar), d_o (variances) or d_o * d_o (symmetric matrix, row-major). */
 KBT_API kbt_status kbt_set_noise(kbt_head *head, const void *noise, int32_t count);
 
-/* h: rows x d. mean: rows x d_o. cov: (rows * d_o)^2 epistemic, or NULL. total_var: rows x d_o, the diagonal of cov plus
- * the noise of an observation, or NULL. */
+/* h: rows x d. mean: rows x d_o. cov: (rows * d_o)^2 epistemic, or NULL. total_var: rows x d_o, the diagonal of cov
+ * plus the noise of an observation, or NULL. */
 KBT_API kbt_status kbt_predict(kbt_head *head, const void *h, int32_t rows, void *mean, void *cov, void *total_var);
 
 /* Learn targets y (rows x d_o; one-hot or probabilities for softmax) at h (rows x d). `noise` overrides R for this call
  * (count as in kbt_set_noise; NULL, 0 to use the head's own). `result` may be NULL. */
 KBT_API kbt_status kbt_update(kbt_head *head, const void *h, int32_t rows, const void *y, const void *noise,
                               int32_t noise_count, kbt_result *result);
-/* The same for the rows of the latest kbt_predict, without a second forward pass. Each prediction can be observed once. */
+/* The same for the rows of the latest kbt_predict, without a second forward pass. Each prediction can be observed once.
+ */
 KBT_API kbt_status kbt_observe(kbt_head *head, const void *y, const void *noise, int32_t noise_count,
                                kbt_result *result);
 /* The same for class labels: one int32 per row. */
@@ -134,8 +135,8 @@ KBT_API kbt_status kbt_observe_labels(kbt_head *head, const int32_t *labels, con
 
 KBT_API kbt_status kbt_get_config(const kbt_head *head, kbt_config *cfg);
 KBT_API kbt_status kbt_get_counters(const kbt_head *head, kbt_counters *counters);
-KBT_API uint64_t kbt_samples(const kbt_head *head);        /* updates learned since the prior was set */
-KBT_API int32_t kbt_predicted_rows(const kbt_head *head);  /* rows that kbt_observe would learn; 0 = none */
+KBT_API uint64_t kbt_samples(const kbt_head *head);       /* updates learned since the prior was set */
+KBT_API int32_t kbt_predicted_rows(const kbt_head *head); /* rows that kbt_observe would learn; 0 = none */
 /* noise: d_o (variances) or, when a matrix was set, d_o * d_o; *count tells which. Room for d_o * d_o is required. */
 KBT_API kbt_status kbt_get_noise(const kbt_head *head, void *noise, int32_t *count);
 /* mean: n x (m + 1), bias last. */

@@ -9,8 +9,8 @@ namespace kbt {
 template <class T>
 struct Linear {
   Posterior<T> w;
-  T *z;  // rows x z_stride, means of the inputs with the constant 1 last and zeros behind
-  T *F;  // U^T z of every row, from the forward pass
+  T *z;    // rows x z_stride, means of the inputs with the constant 1 last and zeros behind
+  T *F;    // U^T z of every row, from the forward pass
   T *own;  // stride: z^T S_j z of every neuron, from a forward pass of one row
 
   using Wide = typename Posterior<T>::Wide;
@@ -39,9 +39,7 @@ struct Linear {
   }
   Index inner_count() const { return w.M1 * (w.stride > kLanes ? w.stride : kLanes); }
   Index step_count() const { return (4 * padded(w.M() + 1)) * w.width(); }
-  Index H_count(Index rows, Index rank, bool fuse) const {
-    return steps(rows, rank, fuse) * w.M() * w.width();
-  }
+  Index H_count(Index rows, Index rank, bool fuse) const { return steps(rows, rank, fuse) * w.M() * w.width(); }
   Index Q_count(Index rows, Index rank, bool fuse) const {
     const Index k = steps(rows, rank, fuse);
     return k * k * w.width();
@@ -228,8 +226,8 @@ struct Linear {
     }
   }
 
-  // add(a, b, sum_pq S[p,q] C_ab[p,q]) for b <= a. With independent inputs only diag(S) counts; with dense ones the sum is
-  // taken column by column of U: sum_r D_r U_r^T C_ab U_r.
+  // add(a, b, sum_pq S[p,q] C_ab[p,q]) for b <= a. With independent inputs only diag(S) counts; with dense ones the sum
+  // is taken column by column of U: sum_r D_r U_r^T C_ab U_r.
   template <class Factor, class Add>
   void weights_times_cov(const Factor &s, const Cov<T> &in, const Work &work, Add add) const {
     using Value = typename Factor::Value;
@@ -375,13 +373,16 @@ struct Linear {
     T *f = F + block * adjoint.rows * w.M1 * kLanes;
     const Index lane = block * kLanes;
     if (adjoint.rows > 1) {
-      return joint_update(s, f, adjoint.rows, adjoint, fuse, nullptr, step, work,
-                          [&](Index column, Index a) { return Lanes<T>(lanes(adjoint.data + (column * adjoint.rows + a) * adjoint.stride + lane)); },
-                          [&](const T *gain, T scale) {
-                            for (Index p = 0; p < w.M1; ++p) {
-                              lanes(w.mean + p * w.stride + lane) += lanes(gain + p * kLanes) * scale;
-                            }
-                          });
+      return joint_update(
+          s, f, adjoint.rows, adjoint, fuse, nullptr, step, work,
+          [&](Index column, Index a) {
+            return Lanes<T>(lanes(adjoint.data + (column * adjoint.rows + a) * adjoint.stride + lane));
+          },
+          [&](const T *gain, T scale) {
+            for (Index p = 0; p < w.M1; ++p) {
+              lanes(w.mean + p * w.stride + lane) += lanes(gain + p * kLanes) * scale;
+            }
+          });
     }
     int floored = 0;
     Lanes<T> lambda = Lanes<T>::Zero();
@@ -407,9 +408,12 @@ struct Linear {
       }
     };
     if (dimensions > 1) {
-      return joint_update(s, f, dimensions, adjoint, fuse, noise, step, work,
-                          [&](Index column, Index i) { return adjoint.data[(column * adjoint.rows + i / members) * adjoint.stride + g + i % members]; },
-                          add_gain);
+      return joint_update(
+          s, f, dimensions, adjoint, fuse, noise, step, work,
+          [&](Index column, Index i) {
+            return adjoint.data[(column * adjoint.rows + i / members) * adjoint.stride + g + i % members];
+          },
+          add_gain);
     }
     int floored = 0;
     T lambda = T(0);
@@ -422,10 +426,10 @@ struct Linear {
   }
 
   // Several dimensions (rows of a sample, members of a group) at once: METHOD section 5.
-  // With H = B^T A the measurement has innovation covariance diag(sign) and noise Q = diag(sign) - H S H^T. Measurements
-  // come before growth, so Q is quasi-definite and Q = L diag(q) L^T exists; the rows L^-1 H are then independent, and
-  // each is one rank-one step that ends at share 1.
-  // adjoint_at(column, i): entry i of r (column 0) or of a column of B, for the neurons of this group.
+  // With H = B^T A the measurement has innovation covariance diag(sign) and noise Q = diag(sign) - H S H^T.
+  // Measurements come before growth, so Q is quasi-definite and Q = L diag(q) L^T exists; the rows L^-1 H are then
+  // independent, and each is one rank-one step that ends at share 1. adjoint_at(column, i): entry i of r (column 0) or
+  // of a column of B, for the neurons of this group.
   template <class Factor, class AdjointAt, class AddGain>
   int joint_update(Factor &s, const T *f, Index dimensions, const Adjoint<T> &adjoint, bool fuse, const T *noise,
                    const typename Factor::Step &step, const Work &work, AdjointAt adjoint_at, AddGain add_gain) {

@@ -26,7 +26,9 @@ constexpr Index kLanes = 8;  // neurons side by side; also the number of partial
 #define KBT_UNROLL _Pragma("GCC unroll 2")
 #endif
 
-constexpr Index padded(Index n) { return (n + kLanes - 1) / kLanes * kLanes; }
+constexpr Index padded(Index n) {
+  return (n + kLanes - 1) / kLanes * kLanes;
+}
 
 template <class T>
 using Lanes = Eigen::Array<T, kLanes, 1>;
@@ -94,8 +96,8 @@ bool all_finite(const T *x, Index n) {  // x - x is 0 for a finite number and Na
   return sum_of(sums) == T(0);
 }
 
-// In place A = L L^T, lower triangle only. A pivot below `floor`, which exact arithmetic could not give, is raised to it.
-// Returns how many were.
+// In place A = L L^T, lower triangle only. A pivot below `floor`, which exact arithmetic could not give, is raised to
+// it. Returns how many were.
 template <class T>
 int cholesky(T *A, Index n, T floor) {
   int floored = 0;

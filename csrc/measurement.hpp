@@ -7,10 +7,10 @@
 
 namespace kbt {
 
-constexpr double kNoiseFloor = 1e-9;    // R_min: no observation is more certain than this
-constexpr double kSmoothing = 1e-7;     // multinomial: smallest probability an outcome is granted
-constexpr int kAdaptStart = 10;         // adaptive noise: weight of the initial R, in samples
-constexpr int kAdaptWindow = 200;       // adaptive noise: memory, in samples
+constexpr double kNoiseFloor = 1e-9;  // R_min: no observation is more certain than this
+constexpr double kSmoothing = 1e-7;   // multinomial: smallest probability an outcome is granted
+constexpr int kAdaptStart = 10;       // adaptive noise: weight of the initial R, in samples
+constexpr int kAdaptWindow = 200;     // adaptive noise: memory, in samples
 
 // R of one row: d_o variances, or a d_o x d_o matrix.
 template <class T>
@@ -36,16 +36,16 @@ struct Noise {
 // probabilities are smoothed, q = (p + tau)/(1 + d_o tau), so that e / sqrt(q) stays bounded.
 template <class T>
 struct Measurement {
-  Index rows, n;   // n = d_o
-  T *mean;         // K: E of the observation
-  T *p;            // K: softmax at the mean, first order
-  T *map;          // rows x n x n: G, softmax only
-  T *innovation;   // K
-  T *L;            // K x K
-  T *X;            // K x K: L^-1 G^T, whose transpose is B
-  T *N;            // K x K
-  T *vectors;      // K x K: eigenvectors, `replace` only
-  T *signs;        // K
+  Index rows, n;  // n = d_o
+  T *mean;        // K: E of the observation
+  T *p;           // K: softmax at the mean, first order
+  T *map;         // rows x n x n: G, softmax only
+  T *innovation;  // K
+  T *L;           // K x K
+  T *X;           // K x K: L^-1 G^T, whose transpose is B
+  T *N;           // K x K
+  T *vectors;     // K x K: eigenvectors, `replace` only
+  T *signs;       // K
   T nis, log_likelihood;
   int floored;
 
@@ -128,7 +128,8 @@ struct Measurement {
   }
 
   // `replace`, the paper's rule: the output becomes y with covariance `noise`, Lambda = V (noise - S) V with V = S^-1.
-  // In the basis where S = I and noise = diag(l), Lambda = diag(l - 1): variance shrinks where l < 1 and grows elsewhere.
+  // In the basis where S = I and noise = diag(l), Lambda = diag(l - 1): variance shrinks where l < 1 and grows
+  // elsewhere.
   void replace(const T *cov, const T *y, const Noise<T> &noise, const Adjoint<T> &adjoint) {
     const Index K = rows * n;
     innovate(y);
@@ -184,7 +185,8 @@ struct Measurement {
     }
   }
 
-  // One EM step for diagonal R (METHOD section 3, adaptive): E of the squared noise given the sample, averaged over rows.
+  // One EM step for diagonal R (METHOD section 3, adaptive): E of the squared noise given the sample, averaged over
+  // rows.
   T expected_noise(const Adjoint<T> &adjoint, Index i, T R) const {
     T sum = T(0);
     for (Index a = 0; a < rows; ++a) {

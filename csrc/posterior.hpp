@@ -30,8 +30,8 @@ struct Cov {
   }
 };
 
-// The adjoint of one layer's pre-activations (METHOD section 4): r and the columns of B with Lambda = -B diag(sign) B^T.
-// Column 0 is r. Each column is rows x stride, neurons innermost.
+// The adjoint of one layer's pre-activations (METHOD section 4): r and the columns of B with Lambda = -B diag(sign)
+// B^T. Column 0 is r. Each column is rows x stride, neurons innermost.
 template <class T>
 struct Adjoint {
   T *data;
@@ -50,7 +50,8 @@ constexpr T smallest_share() {
 }
 
 // UD factors of W symmetric M x M matrices. All the time goes into passes over U, so U lies the way its lanes run:
-//   W = kLanes  eight neurons side by side, lane = neuron. Rows of U one after another, so that what a pass sums up along a
+//   W = kLanes  eight neurons side by side, lane = neuron. Rows of U one after another, so that what a pass sums up
+//   along a
 //               row stays in registers.
 //   W = 1       one matrix alone, lane = row of U. Columns one after another, each padded to whole lanes.
 // Either way every sum is taken in the order of the source, whatever the vector width of the machine.
@@ -132,7 +133,8 @@ struct Factors {
         lanes(f + (p + 1) * W) += lanes(row) * z1;
         row += W;
         KBT_UNROLL
-        for (Index i = 0; i < count; i += W) lanes(from + i) = (lanes(from + i) + lanes(row + i) * z1) + lanes(next + i) * z2;
+        for (Index i = 0; i < count; i += W)
+          lanes(from + i) = (lanes(from + i) + lanes(row + i) * z1) + lanes(next + i) * z2;
         row = next + count;
       }
     }
@@ -191,8 +193,9 @@ struct Factors {
     T *b, *v, *k, *alpha;
   };
 
-  // S <- S - (lambda / alpha_M) (S a)(S a)^T for f = U^T a, where alpha_0 is what the step leaves of the variance of a^T w,
-  // as a share: alpha_0 = 1 - lambda a^T S a, alpha_M = alpha_0 + lambda a^T S a = 1. On return step.b = S a with the old S.
+  // S <- S - (lambda / alpha_M) (S a)(S a)^T for f = U^T a, where alpha_0 is what the step leaves of the variance of
+  // a^T w, as a share: alpha_0 = 1 - lambda a^T S a, alpha_M = alpha_0 + lambda a^T S a = 1. On return step.b = S a
+  // with the old S.
   //
   // lambda > 0 is Bierman's measurement update. lambda < 0 adds variance; it is Agee and Turner's rank-one addition
   // written in the same recursion, with alpha_q = 1 - lambda sum_{i>q} f_i v_i summed from the far end, so that again
@@ -247,7 +250,8 @@ struct Factors {
     }
   }
 
-  // The same, column after column. The padding of a column is zero and stays zero, because b is zero there until b_q is set.
+  // The same, column after column. The padding of a column is zero and stays zero, because b is zero there until b_q is
+  // set.
   void pass_by_columns(T *b, const T *v, const T *k) {
     fill(b, T(0), vector_count(M));
     T *column = u;
@@ -305,8 +309,8 @@ struct Factors {
   }
 };
 
-// The weights of one layer: n neurons with m inputs and a bias. A group is a set of neurons whose weights are correlated:
-// all of them (`full`), or each alone (`neuron`), eight of those abreast where there are enough.
+// The weights of one layer: n neurons with m inputs and a bias. A group is a set of neurons whose weights are
+// correlated: all of them (`full`), or each alone (`neuron`), eight of those abreast where there are enough.
 template <class T>
 struct Posterior {
   Index n, M1, stride;  // M1 = m + 1 inputs with the bias last; stride: n, padded to lanes from 8 neurons on

@@ -14,8 +14,8 @@ struct Relu {
   // n = 2..order, so that Cov(z_j, z_k) = Phi_j S_jk Phi_k + sum_n rho_jk^n q_n(j) q_n(k).
   static Index series_count(Index rows, Index stride, int order) { return rows * stride * order; }
 
-  // In: means u (rows x stride) and their covariance. Out: that covariance becomes the one of z, in place, and the means
-  // go to z (rows x z_stride, a constant 1 behind each row).
+  // In: means u (rows x stride) and their covariance. Out: that covariance becomes the one of z, in place, and the
+  // means go to z (rows x z_stride, a constant 1 behind each row).
   void forward(const T *u, const Cov<T> &cov, int order, T *z, Index z_stride, T *series) const {
     if (!cov.dense && cov.rows == 1) {  // no pairs: one run over the units
       units_forward(u, cov.data, cov.n, z, gates);

@@ -19,7 +19,8 @@ constexpr std::uint32_t kStateVersion = 1;
 constexpr std::size_t kHeaderBytes = 24;
 
 inline std::uint32_t crc32(const unsigned char *bytes, std::size_t count) {
-  static constexpr std::uint32_t kTable[16] = {  // reflected polynomial 0xEDB88320, four bits at a time
+  static constexpr std::uint32_t kTable[16] = {
+      // reflected polynomial 0xEDB88320, four bits at a time
       0x00000000U, 0x1DB71064U, 0x3B6E20C8U, 0x26D930ACU, 0x76DC4190U, 0x6B6B51F4U, 0x4DB26158U, 0x5005713CU,
       0xEDB88320U, 0xF00F9344U, 0xD6D6A3E8U, 0xCB61B38CU, 0x9B64C2B0U, 0x86D3D2D4U, 0xA00AE278U, 0xBDBDF21CU};
   std::uint32_t crc = 0xFFFFFFFFU;
@@ -70,7 +71,8 @@ class Reader {
       short_ = true;
       return value;
     }
-    for (std::size_t i = 0; i < sizeof(U); ++i, ++used_) value = static_cast<U>(value | static_cast<U>(bytes_[used_]) << (8 * i));
+    for (std::size_t i = 0; i < sizeof(U); ++i, ++used_)
+      value = static_cast<U>(value | static_cast<U>(bytes_[used_]) << (8 * i));
     return value;
   }
   std::int32_t i32() { return static_cast<std::int32_t>(integer<std::uint32_t>()); }
@@ -216,7 +218,8 @@ kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size
     };
     constexpr T kAny = std::numeric_limits<T>::lowest();
     for (Index i = 0; i < head.layers(); ++i) {
-      visit_layer(head.weights(i), [&](T &x) { take(x, kAny); }, [&](T &x) { take(x, T(0)); }, [&](T &x) { take(x, kAny); });
+      visit_layer(
+          head.weights(i), [&](T &x) { take(x, kAny); }, [&](T &x) { take(x, T(0)); }, [&](T &x) { take(x, kAny); });
     }
     if (!in.complete() || !valid) return KBT_E_BLOB_VALUE;
     if (commit) {

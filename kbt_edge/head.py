@@ -56,12 +56,12 @@ class Prediction(NamedTuple):
     @property
     def std(self) -> Array:
         """Epistemic standard deviation."""
-        return np.sqrt(self.var)  # type: ignore[no-any-return]
+        return np.sqrt(self.var)
 
     @property
     def total_std(self) -> Array:
         """Standard deviation of a new observation."""
-        return np.sqrt(self.total_var)  # type: ignore[no-any-return]
+        return np.sqrt(self.total_var)
 
     def __repr__(self) -> str:
         if self.mean.size > 6:
@@ -207,7 +207,7 @@ class Head:
             result = self._core.predict(self._rows_of_h(h))
         if isinstance(result, tuple):
             return Prediction(*result)
-        self._refused(result, h=h)
+        self._refused(result or 0, h=h)
 
     def update(self, h: npt.ArrayLike, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
         """Learn the target ``y`` at ``h``.
@@ -231,7 +231,7 @@ class Head:
         if isinstance(result, tuple):
             gated, nis, log_likelihood = result
             return Update("gated" if gated else "ok", nis, log_likelihood)
-        self._refused(result, h=h, y=y, noise_var=noise_var)
+        self._refused(result or 0, h=h, y=y, noise_var=noise_var)
 
     # ---- what it knows -----------------------------------------------------------------------------------------------
 
@@ -384,7 +384,9 @@ class Head:
         if output == "softmax" and widths[-1] < 2:
             raise RangeError(f"output: softmax needs at least 2 outputs, got {widths[-1]}")
         if output == "softmax" and rule == "replace":
-            raise RangeError("rule: expected 'fuse' for a softmax output; 'replace' diverges there within tens of samples")
+            raise RangeError(
+                "rule: expected 'fuse' for a softmax output; 'replace' diverges there within tens of samples"
+            )
         if noise == "adaptive" and (output != "gaussian" or rule != "fuse"):
             raise RangeError(f"noise: 'adaptive' needs output='gaussian' and rule='fuse', got {output!r} and {rule!r}")
         if noise == "multinomial" and output != "softmax":
@@ -462,7 +464,9 @@ class Head:
             if self._core.config.noise == 2:
                 raise RangeError("noise_var: a head with noise='multinomial' takes no noise_var, got one", status)
         if status == 10:
-            raise RangeError("y: expected class labels, or rows of probabilities that sum to 1, got something else", status)
+            raise RangeError(
+                "y: expected class labels, or rows of probabilities that sum to 1, got something else", status
+            )
         if status == 11:
             raise RangeError("observe: expected a predict before it, and one observe per prediction; got none", status)
         if status == 8:

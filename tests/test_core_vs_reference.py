@@ -49,7 +49,12 @@ def heads(case: dict[str, object], extra: dict[str, object]) -> tuple[kbt.Head, 
         **extra,
     )
     double = kbt.Head(
-        rng.normal(size=(d_o, D)), rng.normal(size=d_o), hidden=HIDDEN[layers], dtype="float64", max_rows=rows, **settings
+        rng.normal(size=(d_o, D)),
+        rng.normal(size=d_o),
+        hidden=HIDDEN[layers],
+        dtype="float64",
+        max_rows=rows,
+        **settings,
     )
     means = [layer.mean for layer in double.layers]
     single = kbt.Head.from_means(means, dtype="float32", max_rows=rows, **settings)
