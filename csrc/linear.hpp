@@ -347,13 +347,27 @@ struct Linear {
     return {memory, memory + each, memory + 2 * each, memory + 3 * each};
   }
 
-  // Neurons innermost: each input p moves all of them at once.
+  // Cov(w,u) Lambda Cov(u,w) has the diagonal D_p^2 (z_p^T Lambda_j z_p), with z_p the column of input p over the rows.
+  // What it takes of D_p is `shrink`, and `pull` moves the mean. A single neuron runs over its inputs, more run side by
+  // side.
   int diagonal_update(const Adjoint<T> &adjoint, const Work &work) {
-    int floored = 0;
     const Index n = w.stride;
     T *pull = work.vector, *shrink = pull + n, *h = shrink + n;
+    int floored = 0;
+    if (adjoint.rows == 1) {
+      T *lambda = h;
+      fill(lambda, T(0), n);
+      for (Index k = 0; k < adjoint.rank; ++k) {
+        array(lambda, n) += adjoint.signs[k] * array(adjoint.B(k, 0), n) * array(adjoint.B(k, 0), n);
+      }
+      if (n == 1) return diagonal_run<true>(w.M1, z, adjoint.r(0), lambda, w.d, w.mean);
+      for (Index p = 0; p < w.M1; ++p) {
+        floored += diagonal_run<false>(n, z + p, adjoint.r(0), lambda, w.d + p * n, w.mean + p * n);
+      }
+      return floored;
+    }
+    const T one = T(1);
     for (Index p = 0; p < w.M1; ++p) {
-      T *d = w.d + p * n;
       fill(pull, T(0), 2 * n);
       for (Index a = 0; a < adjoint.rows; ++a) axpy(pull, z[a * w.z_stride + p], adjoint.r(a), n);
       for (Index k = 0; k < adjoint.rank; ++k) {
@@ -361,8 +375,24 @@ struct Linear {
         for (Index a = 0; a < adjoint.rows; ++a) axpy(h, z[a * w.z_stride + p], adjoint.B(k, a), n);
         array(shrink, n) += adjoint.signs[k] * array(h, n) * array(h, n);
       }
-      array(w.mean + p * n, n) += array(d, n) * array(pull, n);
-      for (Index j = 0; j < n; ++j) d[j] *= Alone::at_least(T(1) - d[j] * shrink[j], smallest_share<T>(), floored);
+      floored += diagonal_run<false>(n, &one, pull, shrink, w.d + p * n, w.mean + p * n);
+    }
+    return floored;
+  }
+
+  // mean += D z r and D <- D (1 - D z^2 lambda) over a run of inputs (z runs, r and lambda stand) or of neurons (the
+  // reverse).
+  template <bool kInputs>
+  static int diagonal_run(Index count, const T *__restrict z, const T *__restrict r, const T *__restrict lambda,
+                          T *__restrict d, T *__restrict mean) {
+    int floored = 0;
+    for (Index i = 0; i < count; ++i) {
+      const T zi = kInputs ? z[i] : *z, ri = kInputs ? *r : r[i], li = kInputs ? *lambda : lambda[i];
+      mean[i] += d[i] * (zi * ri);
+      const T left = T(1) - d[i] * (zi * zi * li);
+      const bool low = !(left >= smallest_share<T>());
+      floored += low;
+      d[i] *= low ? smallest_share<T>() : left;
     }
     return floored;
   }
