@@ -1,27 +1,30 @@
 """A pre-trained transformer that keeps learning on the device, and knows how sure it is.
 
-``Head`` is the Bayesian readout: ``predict`` gives a mean with its covariance, ``update`` learns one sample in closed
-form and fixed memory.
+``Model`` is a frozen trunk with a Bayesian head: ``predict`` gives a mean with its variance, ``observe`` learns the target
+of that prediction in one closed-form step and fixed memory. ``Head`` is the head alone.
 """
 
 from __future__ import annotations
 
+from kbt_edge._version import __version__
 from kbt_edge.errors import BundleError, DtypeError, KbtError, NumericsError, RangeError, ShapeError
-from kbt_edge.head import Counters, Head, Layer, Prediction, Update
+from kbt_edge.head import Head, Prediction, Update
+from kbt_edge.model import Model
+from kbt_edge.sequence import Sequences
+from kbt_edge.trunk import Trunk
 
 __all__ = [
     "BundleError",
-    "Counters",
     "DtypeError",
     "Head",
     "KbtError",
-    "Layer",
+    "Model",
     "NumericsError",
     "Prediction",
     "RangeError",
+    "Sequences",
     "ShapeError",
+    "Trunk",
     "Update",
     "__version__",
 ]
-
-__version__ = "0.1.0"

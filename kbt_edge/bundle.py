@@ -1,0 +1,426 @@
+"""The bundle: a folder with everything a model is, and nothing else.
+
+    trunk.onnx     the frozen network, never rewritten
+    head.kbt       configuration and learned state of the head; the only file that learning changes
+    bundle.json    what the two are: sizes, shapes, scaling, the SHA-256 of the trunk, how it was made
+
+A bundle may come from anyone, so ``read`` trusts none of it: no file name is taken from the JSON, no link may lead out
+of the folder, every size is known and limited before a byte is read, the JSON has one exact form, and what it says must
+be what the files hold. The only error raised is ``BundleError``.
+
+``write`` never breaks a bundle. In a new folder ``bundle.json`` comes last, and without it there is no bundle. In the
+bundle's own folder only ``head.kbt`` is replaced, by one atomic rename: whatever kills the process, the old state is
+there or the new one. A folder that holds another bundle is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from kbt_edge import _core
+from kbt_edge._files import read_bounded, write_atomic
+from kbt_edge._onnxfile import MAX_BYTES as MAX_TRUNK_BYTES
+from kbt_edge.errors import BundleError
+
+__all__ = ["FORMAT", "Bundle", "BundleInput", "find", "read", "write"]
+
+FORMAT: Final = 1
+TRUNK, HEAD, JSON = "trunk.onnx", "head.kbt", "bundle.json"
+
+# Limits far above any real bundle, which bound what a hostile one can make its reader allocate.
+MAX_JSON_BYTES: Final = 2**20
+MAX_HEAD_BYTES: Final = 2**28
+MAX_HEAD_MEMORY: Final = 2**30  # a few bytes of head.kbt can ask for any number of rows
+MAX_RANK: Final = 8
+MAX_INPUTS: Final = 64
+MAX_WIDTH: Final = 2**22
+MAX_MAGNITUDE: Final = 1e30
+MAX_TEXT: Final = 1000
+
+_SHIPPED = Path(__file__).parent / "bundles"
+_OUTPUTS, _DTYPES = ("gaussian", "softmax"), ("float32", "float64")
+
+
+@dataclass(frozen=True)
+class BundleInput:
+    """An input of the trunk, and the scaling in front of it: the trunk gets (x - mean) / scale.
+
+    ``mean`` and ``scale`` hold one number, or one for each entry of the last axis. Token ids (int64) have neither.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    mean: tuple[float, ...] | None = None
+    scale: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle in memory. Outputs are y = offset + scale · u, with u the head's output; a softmax has no scaling."""
+
+    trunk: bytes = field(repr=False)
+    head: bytes = field(repr=False)
+    inputs: tuple[BundleInput, ...]
+    rows: int
+    d: int
+    offset: tuple[float, ...] | None = None
+    scale: tuple[float, ...] | None = None
+    made: Mapping[str, str] = field(default_factory=dict)
+    """How it was made, in a few words by key."""
+
+
+def find(name_or_path: str | os.PathLike[str]) -> Path:
+    """The folder of a bundle: a path, or the bare name of a bundle shipped inside the package.
+
+    A bundle of that name in the working directory comes first, so that what was saved as "cartpole" is loaded again.
+    """
+    path = Path(name_or_path)
+    bare = isinstance(name_or_path, str) and path.name == name_or_path
+    if bare and not (path / JSON).exists() and (_SHIPPED / path / JSON).exists():
+        return _SHIPPED / path
+    if bare and not path.exists():
+        shipped = ", ".join(sorted(entry.parent.name for entry in _SHIPPED.glob(f"*/{JSON}"))) or "none"
+        raise BundleError(f"{path}: expected a folder, or a bundle of the package ({shipped}); there is neither")
+    return path
+
+
+def is_shipped(folder: Path) -> bool:
+    return folder.parent == _SHIPPED
+
+
+def read(folder: str | os.PathLike[str]) -> Bundle:
+    """The bundle in ``folder``, its files checked against each other."""
+    folder = Path(folder)
+    with _named(folder):
+        said = _read_json(folder)
+        trunk = _read_file(folder, TRUNK, said["trunk"]["bytes"])
+        head = _read_file(folder, HEAD, said["head"]["bytes"])
+    bundle = Bundle(
+        trunk=trunk,
+        head=head,
+        inputs=tuple(
+            BundleInput(entry["name"], tuple(entry["shape"]), entry["dtype"], *_scaling(entry, "mean"))
+            for entry in said["trunk"]["inputs"]
+        ),
+        rows=said["trunk"]["rows"],
+        d=said["trunk"]["d"],
+        **dict(zip(("offset", "scale"), _scaling(said["head"], "offset"), strict=True)),
+        made=said["made"],
+    )
+    try:
+        found = _describe(bundle)
+    except BundleError as error:
+        raise BundleError(f"{folder / HEAD}: {error}", error.status) from None
+    different = _first_difference(said, found)
+    if different is not None:
+        where, there, here = different
+        raise BundleError(f"{folder}: {JSON} says {where} is {there}, the files say {here}")
+    return bundle
+
+
+def write(folder: str | os.PathLike[str], bundle: Bundle) -> None:
+    """Save ``bundle``; in a folder that holds it already, only what has changed."""
+    folder = Path(folder)
+    described = _describe(bundle)
+    text = json.dumps(described, indent=2, ensure_ascii=False) + "\n"
+    _checked(_parse(text.encode(), folder / JSON), folder / JSON)  # what is written can be read
+    with _named(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with _saving(folder):
+            new = not (folder / JSON).exists()
+            if not new:
+                _must_be_the_same(folder, described)
+            if new or not _has_size(folder / TRUNK, len(bundle.trunk)):
+                write_atomic(folder / TRUNK, bundle.trunk)
+            if new or not _holds(folder / HEAD, bundle.head):
+                write_atomic(folder / HEAD, bundle.head)
+            if new:
+                write_atomic(folder / JSON, text.encode())
+
+
+# What bundle.json says.
+
+
+def _describe(bundle: Bundle) -> dict[str, Any]:
+    """The content of bundle.json, from what the bundle holds. Nothing in it changes while the head learns."""
+    config = _head_config(bundle.head)
+    head: dict[str, Any] = {
+        "bytes": len(bundle.head),
+        "widths": list(config.widths),
+        "max_rows": config.max_rows,
+        "output": _OUTPUTS[config.output],
+        "dtype": _DTYPES[config.dtype],
+    }
+    if bundle.offset is not None and bundle.scale is not None:
+        head |= {"offset": list(bundle.offset), "scale": list(bundle.scale)}
+    inputs = []
+    for entry in bundle.inputs:
+        inputs.append({"name": entry.name, "shape": list(entry.shape), "dtype": entry.dtype})
+        if entry.mean is not None and entry.scale is not None:
+            inputs[-1] |= {"mean": list(entry.mean), "scale": list(entry.scale)}
+    trunk = {
+        "bytes": len(bundle.trunk),
+        "sha256": hashlib.sha256(bundle.trunk).hexdigest(),
+        "inputs": inputs,
+        "rows": bundle.rows,
+        "d": bundle.d,
+    }
+    return {"format": FORMAT, "trunk": trunk, "head": head, "made": dict(bundle.made)}
+
+
+def _head_config(blob: bytes) -> _core.Config:
+    config = _core.state_config(blob)
+    if isinstance(config, int):
+        raise BundleError(_core.status_str(config), config)
+    if config.arena_bytes() > MAX_HEAD_MEMORY:
+        raise BundleError(f"expected a head of at most {MAX_HEAD_MEMORY} bytes, it asks for {config.arena_bytes()}")
+    return config
+
+
+def _scaling(entry: dict[str, Any], first: str) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+    if first not in entry:
+        return None, None
+    return tuple(map(float, entry[first])), tuple(map(float, entry["scale"]))
+
+
+def _first_difference(one: Any, other: Any, where: str = "") -> tuple[str, Any, Any] | None:
+    """Where two descriptions differ first, and the two values."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        pairs = ((f"{where}.{key}".lstrip("."), one[key], other[key]) for key in one)
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = ((f"{where}[{i}]", a, b) for i, (a, b) in enumerate(zip(one, other, strict=True)))
+    else:
+        return None if one == other else (where, one, other)
+    return next((found for key, a, b in pairs if (found := _first_difference(a, b, key))), None)
+
+
+def _must_be_the_same(folder: Path, described: dict[str, Any]) -> None:
+    """How it was made may differ. Anything else would need two files to change at once, which no rename can do."""
+    there = _read_json(folder)
+    different = _first_difference(there | {"made": {}}, described | {"made": {}})
+    if different is not None:
+        where, that, this = different
+        raise BundleError(f"{folder}: holds another bundle ({where} is {that}, not {this}); save to a new folder")
+
+
+# The one form of bundle.json.
+
+
+def _read_json(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise BundleError(f"{folder}: expected the folder of a bundle, there is none")
+    path = folder / JSON
+    if not path.exists():
+        raise BundleError(f"{folder}: {JSON} is missing: not a bundle, or a first save that never ended")
+    return _checked(_parse(_read_file(folder, JSON), path), path)
+
+
+def _parse(data: bytes, path: Path) -> Any:
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not a number")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = dict(pairs)
+        if len(keys) != len(pairs):
+            raise ValueError("a key occurs twice in one object")
+        return keys
+
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except RecursionError:
+        raise BundleError(f"{path}: expected three levels of JSON, got hundreds") from None
+    except ValueError as error:  # also UnicodeDecodeError, JSONDecodeError and integers of thousands of digits
+        raise BundleError(f"{path}: not readable as JSON: {error}") from None
+
+
+def _checked(value: Any, path: Path) -> dict[str, Any]:
+    check = _Check(path)
+    if not isinstance(value, dict):
+        check.refuse("the whole", "an object", value)
+    check.integer("format", value.get("format"), 1)
+    if value["format"] > FORMAT:
+        raise BundleError(
+            f"{path}: its format is {check.shown(value['format'])}, newer than the {FORMAT} read here; upgrade kbt-edge"
+        )
+    check.keys("", value, {"format", "trunk", "head", "made"})
+
+    trunk = value["trunk"]
+    check.keys("trunk", trunk, {"bytes", "sha256", "inputs", "rows", "d"})
+    check.integer("trunk.bytes", trunk["bytes"], 1, MAX_TRUNK_BYTES)
+    check.text("trunk.sha256", trunk["sha256"], re.compile("[0-9a-f]{64}"))
+    check.integer("trunk.rows", trunk["rows"], 1, MAX_WIDTH)
+    check.integer("trunk.d", trunk["d"], 1, MAX_WIDTH)
+    check.list("trunk.inputs", trunk["inputs"], 1, MAX_INPUTS)
+    for i, entry in enumerate(trunk["inputs"]):
+        where = f"trunk.inputs[{i}]"
+        scaling = {"mean", "scale"} if isinstance(entry, dict) and entry.get("dtype") == "float32" else set()
+        check.keys(where, entry, {"name", "shape", "dtype"} | scaling)
+        check.text(f"{where}.name", entry["name"])
+        check.choice(f"{where}.dtype", entry["dtype"], ("float32", "int64"))
+        check.list(f"{where}.shape", entry["shape"], 1, MAX_RANK)
+        for axis, length in enumerate(entry["shape"]):
+            check.integer(f"{where}.shape[{axis}]", length, 1, MAX_WIDTH)
+        if scaling:
+            check.numbers(f"{where}.mean", entry["mean"], {1, entry["shape"][-1]}, -MAX_MAGNITUDE)
+            check.numbers(f"{where}.scale", entry["scale"], {1, entry["shape"][-1]}, 1 / MAX_MAGNITUDE)
+    names = [entry["name"] for entry in trunk["inputs"]]
+    if len(set(names)) != len(names):
+        check.refuse("trunk.inputs", "different names", names)
+
+    head = value["head"]
+    scaling = {"offset", "scale"} if isinstance(head, dict) and head.get("output") == "gaussian" else set()
+    check.keys("head", head, {"bytes", "widths", "max_rows", "output", "dtype"} | scaling)
+    check.integer("head.bytes", head["bytes"], 1, MAX_HEAD_BYTES)
+    check.integer("head.max_rows", head["max_rows"], 1, MAX_WIDTH)
+    check.choice("head.output", head["output"], _OUTPUTS)
+    check.choice("head.dtype", head["dtype"], _DTYPES)
+    check.list("head.widths", head["widths"], 2, _core.MAX_LAYERS + 1)
+    for i, width in enumerate(head["widths"]):
+        check.integer(f"head.widths[{i}]", width, 1, MAX_WIDTH)
+    if scaling:
+        check.numbers("head.offset", head["offset"], {1, head["widths"][-1]}, -MAX_MAGNITUDE)
+        check.numbers("head.scale", head["scale"], {1, head["widths"][-1]}, 1 / MAX_MAGNITUDE)
+    if head["widths"][0] != trunk["d"]:
+        check.refuse("head.widths[0]", f"trunk.d = {trunk['d']}", head["widths"][0])
+
+    made = value["made"]
+    if not isinstance(made, dict) or len(made) > MAX_INPUTS:
+        check.refuse("made", f"an object of at most {MAX_INPUTS} texts", made)
+    for key, text in made.items():
+        check.text("a key of made", key)
+        check.text(f"made.{key}", text)
+    return value
+
+
+class _Check:
+    """Refuses a value that is not of the one form allowed at its place."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def refuse(self, where: str, expected: str, got: object) -> NoReturn:
+        raise BundleError(f"{self._path}: {where}: expected {expected}, got {self.shown(got)}")
+
+    @staticmethod
+    def shown(value: object) -> str:
+        """A value from the file, short enough for a message. (An integer can have thousands of digits.)"""
+        if isinstance(value, int) and abs(value) >= 10**30:
+            return "a huge integer"
+        if isinstance(value, (dict, list)) and len(value) > 8:
+            return f"{type(value).__name__} of {len(value)}"
+        text = ascii(value)
+        return text if len(text) <= 80 else text[:77] + "..."
+
+    def keys(self, where: str, value: object, expected: set[str]) -> None:
+        if not isinstance(value, dict):
+            self.refuse(where, "an object", value)
+        for key in sorted(expected ^ value.keys()):
+            place = ascii(f"{where}.{key}".lstrip("."))[1:-1][:80]
+            raise BundleError(f"{self._path}: {place} is {'missing' if key in expected else 'not a known field'}")
+
+    def integer(self, where: str, value: object, low: int, high: int | None = None) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+            self.refuse(where, f"an integer from {low}" + (f" to {high}" if high is not None else ""), value)
+
+    def numbers(self, where: str, value: object, lengths: set[int], low: float) -> None:
+        if not isinstance(value, list) or len(value) not in lengths:
+            self.refuse(where, f"a list of {' or '.join(map(str, sorted(lengths)))} numbers", value)
+        for i, number in enumerate(value):
+            good = isinstance(number, (int, float)) and not isinstance(number, bool)
+            if not good or not low <= number <= MAX_MAGNITUDE or not math.isfinite(number):
+                self.refuse(f"{where}[{i}]", f"a number from {low:g} to {MAX_MAGNITUDE:g}", number)
+
+    def list(self, where: str, value: object, shortest: int, longest: int) -> None:
+        if not isinstance(value, list) or not shortest <= len(value) <= longest:
+            self.refuse(where, f"a list of {shortest} to {longest}", value)
+
+    def text(self, where: str, value: object, form: re.Pattern[str] | None = None) -> None:
+        """Printable, so that showing it cannot move a terminal's cursor."""
+        if not isinstance(value, str) or not 1 <= len(value) <= MAX_TEXT or not value.isprintable():
+            self.refuse(ascii(where)[1:-1], f"a printable text of at most {MAX_TEXT} characters", value)
+        if form is not None and not form.fullmatch(value):
+            self.refuse(where, f"the form {form.pattern}", value)
+
+    def choice(self, where: str, value: object, allowed: tuple[str, ...]) -> None:
+        if value not in allowed:
+            self.refuse(where, " or ".join(allowed), value)
+
+
+# The files.
+
+
+def _read_file(folder: Path, name: str, size: int | None = None) -> bytes:
+    """A regular file of the folder itself, of exactly ``size`` bytes, or up to the limit of bundle.json."""
+    path = folder / name
+    try:
+        real = path.resolve(strict=True)
+        if real.parent != folder.resolve(strict=True):
+            raise BundleError(f"{path}: a link that leads out of the bundle is not followed")
+        found = os.stat(real)
+    except FileNotFoundError:
+        raise BundleError(f"{path}: missing; a bundle holds {TRUNK}, {HEAD} and {JSON}") from None
+    except RuntimeError as error:  # a loop of links; an OSError since Python 3.13
+        raise BundleError(f"{path}: cannot be read: {error}") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise BundleError(f"{path}: expected a regular file, got something else")
+    if size is None and found.st_size > MAX_JSON_BYTES:
+        raise BundleError(f"{path}: expected at most {MAX_JSON_BYTES} bytes, the file has {found.st_size}")
+    if size is not None and found.st_size != size:
+        raise BundleError(f"{path}: {JSON} says {size} bytes, the file has {found.st_size}")
+    return read_bounded(real, found.st_size)
+
+
+def _has_size(path: Path, size: int) -> bool:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size == size
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    return _has_size(path, len(data)) and read_bounded(path, len(data)) == data
+
+
+@contextlib.contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Whatever else the system refuses, such as access, is an error of this bundle."""
+    try:
+        yield
+    except BundleError:
+        raise
+    except OSError as error:
+        raise BundleError(f"{error.filename or folder}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _saving(folder: Path) -> Iterator[None]:
+    """One process saves at a time, so whatever temporary files are there were left by one that was killed."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BundleError(f"{folder}: another process is saving this bundle now") from None
+        except OSError:
+            pass  # a file system without locks: then leftovers cannot be told from files in use, and stay
+        else:
+            for name in (TRUNK, HEAD, JSON):
+                for leftover in folder.glob(f".{name}.*.tmp"):
+                    with contextlib.suppress(OSError):
+                        leftover.unlink()
+        yield
+    finally:
+        os.close(handle)

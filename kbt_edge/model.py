@@ -1,0 +1,417 @@
+"""The model: a frozen trunk in front of a learning head, spoken to in physical units.
+
+    model = Model.load("cartpole")
+    p = model.predict(x)        # runs the trunk once
+    model.observe(y)            # learns the target of that prediction, without running it again
+    model.save("cartpole")
+
+The scaling between physical units and those of the network is part of the model. The trunk gets (x - mean) / scale, and
+the head's output u means y = offset + scale · u. So moments come out as offset + scale · E u and scale² · Var u, noise
+goes in as R / scale², the normalised innovation is the same in any units, and a log density loses Σ log scale.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kbt_edge import bundle as bundles
+from kbt_edge._arrays import Array, real_array, shape_error
+from kbt_edge._files import read_bounded
+from kbt_edge._onnxfile import MAX_BYTES as MAX_TRUNK_BYTES
+from kbt_edge.bundle import Bundle, BundleInput
+from kbt_edge.errors import BundleError, NumericsError, RangeError, ShapeError
+from kbt_edge.head import Head, Prediction, Update
+from kbt_edge.trunk import TensorSpec, Trunk
+
+__all__ = ["Model"]
+
+Inputs = npt.ArrayLike | Sequence[npt.ArrayLike] | Mapping[str, npt.ArrayLike]
+Scaling = npt.ArrayLike | Mapping[str, npt.ArrayLike]
+
+
+class Model:
+    """A trunk, a head, and the scaling around them. One object belongs to one thread.
+
+    trunk           the ONNX file: its path or its bytes
+    head            the ``Head`` that reads the trunk's rows
+    input_mean      the trunk gets (x - input_mean) / input_scale: a number, or one per feature (the last axis of x);
+    input_scale     for several inputs a dict by name. Token ids are not scaled
+    output_offset   y = output_offset + output_scale · u, with u the head's output: a number, or one per output.
+    output_scale    Probabilities (softmax) are not scaled
+    made            how the model came about, as short texts; kept in the bundle
+    backend, providers, cache_dir   how the trunk runs, see ``Trunk``
+    """
+
+    def __init__(
+        self,
+        trunk: str | os.PathLike[str] | bytes,
+        head: Head,
+        *,
+        input_mean: Scaling = 0.0,
+        input_scale: Scaling = 1.0,
+        output_offset: npt.ArrayLike = 0.0,
+        output_scale: npt.ArrayLike = 1.0,
+        made: Mapping[str, str] | None = None,
+        backend: str = "auto",
+        providers: Sequence[Any] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        file = trunk if isinstance(trunk, bytes) else read_bounded(trunk, MAX_TRUNK_BYTES)
+        self._assemble(
+            file,
+            Trunk(file, backend=backend, providers=providers, cache_dir=cache_dir),
+            head,
+            input_mean,
+            input_scale,
+            output_offset,
+            output_scale,
+            {"kbt_edge": _version(), **(made or {})},
+        )
+
+    def _assemble(
+        self,
+        file: bytes,
+        trunk: Trunk,
+        head: Head,
+        input_mean: Scaling,
+        input_scale: Scaling,
+        output_offset: npt.ArrayLike,
+        output_scale: npt.ArrayLike,
+        made: Mapping[str, str],
+    ) -> None:
+        if trunk.d != head.d:
+            raise ShapeError(f"head: expected d = {trunk.d}, the width of the trunk's rows, got d = {head.d}")
+        means = _by_input("input_mean", input_mean, trunk.inputs, 0.0)
+        scales = _by_input("input_scale", input_scale, trunk.inputs, 1.0)
+        self._file, self._trunk, self._head, self._made = file, trunk, head, dict(made)
+        self._inputs = [_Input(spec, means[spec.name], scales[spec.name]) for spec in trunk.inputs]
+        self._output = _Output(head, trunk.rows, output_offset, output_scale)
+        self._one_row = trunk.rows == 1
+        # A float64 head needs its rows in float64; a float32 head reads the trunk's own buffer.
+        self._h = np.zeros((trunk.rows, trunk.d)) if head.config["dtype"] == "float64" else None
+        self._folder: Path | None = None
+
+    # ---- the verbs ---------------------------------------------------------------------------------------------------
+
+    def predict(self, *x: Inputs) -> Prediction:
+        """Mean and covariance of the output at ``x``, in physical units.
+
+        One array per input of the trunk, or a dict by name. The mean is (d_o,), or (rows, d_o) if the trunk has several
+        rows; see ``Prediction`` for the rest.
+        """
+        return self._output.prediction(self._head.predict(self._rows(x)))
+
+    def observe(self, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
+        """Learn the target of the latest ``predict``. The trunk does not run again. Once per prediction.
+
+        y          shaped like the predicted mean; a number will do for a single output, class labels for a softmax
+        noise_var  observation noise of this sample in squared units of y, instead of the head's own
+        """
+        output = self._output
+        return output.update(self._head.observe(output.target(y), output.noise(noise_var)))
+
+    def update(self, x: Inputs, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
+        """Learn the target ``y`` at ``x``; several inputs as a tuple or a dict."""
+        output = self._output
+        target, noise = output.target(y), output.noise(noise_var)
+        return output.update(self._head.update(self._rows((x,)), target, noise))
+
+    # ---- what it is --------------------------------------------------------------------------------------------------
+
+    @property
+    def trunk(self) -> Trunk:
+        return self._trunk
+
+    @property
+    def head(self) -> Head:
+        """The head itself, in its own units: u = (y - output_offset) / output_scale."""
+        return self._head
+
+    @property
+    def noise_var(self) -> Array:
+        """The observation noise now in use, in squared units of y: (d_o,) or (d_o, d_o)."""
+        return self._output.physical_noise(self._head.noise_var)
+
+    @property
+    def output_offset(self) -> Array:
+        return np.array(self._output.offset)
+
+    @property
+    def output_scale(self) -> Array:
+        return np.array(self._output.scale)
+
+    @property
+    def input_mean(self) -> dict[str, Array]:
+        return {entry.spec.name: np.array(entry.mean) for entry in self._inputs if entry.spec.dtype == "float32"}
+
+    @property
+    def input_scale(self) -> dict[str, Array]:
+        return {entry.spec.name: np.array(entry.scale) for entry in self._inputs if entry.spec.dtype == "float32"}
+
+    @property
+    def made(self) -> dict[str, str]:
+        """How the model came about."""
+        return dict(self._made)
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(f"{spec.name} {spec.shape}" for spec in self._trunk.inputs)
+        return f"Model({inputs} → {self._trunk.rows} × {self._trunk.d}, {self._trunk.backend}; {self._head!r})"
+
+    # ---- the bundle --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        *,
+        backend: str = "auto",
+        providers: Sequence[Any] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> Model:
+        """The model of a bundle: its folder, or the bare name of one that ships with the package ("cartpole")."""
+        folder = bundles.find(name_or_path)
+        found = bundles.read(folder)
+        with _naming(folder / bundles.HEAD):
+            head = Head.from_bytes(found.head)
+        with _naming(folder / bundles.TRUNK):
+            trunk = Trunk(found.trunk, backend=backend, providers=providers, cache_dir=cache_dir)
+            said = [(entry.name, entry.shape, entry.dtype) for entry in found.inputs], found.rows, found.d
+            holds = [(spec.name, spec.shape, spec.dtype) for spec in trunk.inputs], trunk.rows, trunk.d
+            if said != holds:
+                raise BundleError(f"expected inputs, rows and d as in {bundles.JSON}, {said}, got {holds}")
+        model = cls.__new__(cls)
+        model._assemble(
+            found.trunk,
+            trunk,
+            head,
+            {entry.name: entry.mean for entry in found.inputs if entry.mean is not None},
+            {entry.name: entry.scale for entry in found.inputs if entry.scale is not None},
+            0.0 if found.offset is None else found.offset,
+            1.0 if found.scale is None else found.scale,
+            found.made,
+        )
+        model._folder = None if bundles.is_shipped(folder) else folder
+        return model
+
+    def save(self, path: str | os.PathLike[str] | None = None) -> Path:
+        """Save the model as a bundle: to ``path``, or to where it was loaded from or saved before.
+
+        There only the head's state is replaced, in one step that no power cut can break. A new folder is made whole. A
+        folder that holds another bundle is refused. Returns the folder.
+        """
+        folder = self._folder if path is None else Path(path)
+        if folder is None:
+            raise BundleError("path: expected a folder, as this model has none of its own yet; got None")
+        bundles.write(folder, self.bundle())
+        self._folder = folder
+        return folder
+
+    def bundle(self) -> Bundle:
+        """What ``save`` writes."""
+        gaussian = self._output.gaussian
+        return Bundle(
+            trunk=self._file,
+            head=self._head.to_bytes(),
+            inputs=tuple(entry.described() for entry in self._inputs),
+            rows=self._trunk.rows,
+            d=self._trunk.d,
+            offset=tuple(self._output.offset.tolist()) if gaussian else None,
+            scale=tuple(self._output.scale.tolist()) if gaussian else None,
+            made=self._made,
+        )
+
+    def _rows(self, x: tuple[Any, ...]) -> Array:
+        """h at ``x``: (d,), or (rows, d) if the trunk has several rows."""
+        if len(x) == len(self._inputs) == 1 and type(x[0]) is np.ndarray:  # the way of a control loop
+            h: Array = self._trunk(self._inputs[0].scaled(x[0]))
+        else:
+            x = self._unpacked(x)
+            h = self._trunk(*[entry.scaled(value) for entry, value in zip(self._inputs, x, strict=True)])
+        if self._h is not None:
+            np.copyto(self._h, h)
+            h = self._h
+        return h[0] if self._one_row else h
+
+    def _unpacked(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
+        """One value per input, from several arguments, a tuple or a dict."""
+        names = [spec.name for spec in self._trunk.inputs]
+        if len(x) == 1 and isinstance(x[0], Mapping):
+            if x[0].keys() != set(names):
+                raise ShapeError(
+                    f"x: expected the inputs {', '.join(names)}, got {', '.join(map(str, x[0])) or 'none'}"
+                )
+            return tuple(x[0][name] for name in names)
+        if len(x) == 1 and len(names) > 1 and isinstance(x[0], (tuple, list)):
+            x = tuple(x[0])
+        if len(x) != len(names):
+            raise ShapeError(f"x: expected {len(names)} inputs ({', '.join(names)}), got {len(x)}")
+        return x
+
+
+class _Normalise:
+    """(value - mean) / scale, written to a buffer that is used again and again."""
+
+    def __init__(self, name: str, mean: Array, scale: Array, shape: tuple[int, ...], dtype: str) -> None:
+        self._name, self._shape = name, shape
+        self._mean = mean if mean.any() else None
+        self._scale = scale
+        self._number = (float(mean[0]), float(scale[0])) if shape == (1,) else None
+        self._buffer: Array = np.zeros(shape, dtype)
+        ones = next((axis for axis, length in enumerate(shape) if length != 1), len(shape) - 1)
+        self.shapes = {shape[axis:] for axis in range(ones + 1)}  # leading axes of length 1 may be left out
+
+    def __call__(self, value: npt.ArrayLike) -> Array:
+        """Whether it is finite is checked where it is used."""
+        if type(value) is np.ndarray and value.dtype.kind in "fiu":
+            array = value
+        else:
+            array = np.asarray(value) if type(value) is float else real_array(self._name, value, np.float64)
+        if array.shape not in self.shapes:
+            raise shape_error(self._name, f"{self._shape}" + " or a number" * (() in self.shapes), array)
+        try:
+            if self._number is not None:  # arithmetic on a single number is faster outside NumPy
+                mean, scale = self._number
+                self._buffer[0] = (array.item() - mean) / scale
+            elif self._mean is not None:
+                self._buffer[...] = (array - self._mean) / self._scale  # in float64: a large mean eats no digits
+            else:
+                self._buffer[...] = array / self._scale
+        except RuntimeWarning:  # where warnings are errors; elsewhere it becomes infinite, and is refused as that
+            raise NumericsError(f"{self._name}: expected numbers that fit into {self._buffer.dtype}") from None
+        return self._buffer
+
+
+class _Input:
+    """One input of the trunk: physical units in, those of the network out."""
+
+    def __init__(self, spec: TensorSpec, mean: npt.ArrayLike, scale: npt.ArrayLike) -> None:
+        self.spec = spec
+        self.mean: Array = _numbers(f"input_mean of {spec.name!r}", mean, spec.shape[-1], -bundles.MAX_MAGNITUDE)
+        self.scale: Array = _numbers(f"input_scale of {spec.name!r}", scale, spec.shape[-1], 1 / bundles.MAX_MAGNITUDE)
+        plain = not self.mean.any() and bool((self.scale == 1).all())  # then the trunk checks it
+        self.scaled: Callable[[Any], Any] = (
+            _same if plain else _Normalise(f"input {spec.name!r}", self.mean, self.scale, spec.shape, "float32")
+        )
+
+    def described(self) -> BundleInput:
+        spec = self.spec
+        if spec.dtype != "float32":
+            return BundleInput(spec.name, spec.shape, spec.dtype)
+        return BundleInput(spec.name, spec.shape, spec.dtype, tuple(self.mean.tolist()), tuple(self.scale.tolist()))
+
+
+class _Output:
+    """The head's output u in physical units: y = offset + scale · u for a gaussian, nothing to do for a softmax."""
+
+    def __init__(self, head: Head, rows: int, offset: npt.ArrayLike, scale: npt.ArrayLike) -> None:
+        d_o, dtype = head.d_o, head.config["dtype"]
+        self.gaussian = head.config["output"] == "gaussian"
+        self.offset: Array = _numbers("output_offset", offset, d_o, -bundles.MAX_MAGNITUDE)
+        self.scale: Array = _numbers("output_scale", scale, d_o, 1 / bundles.MAX_MAGNITUDE)
+        self._shifted = bool(self.offset.any())
+        self._plain = not self._shifted and bool((self.scale == 1).all())
+        if not self.gaussian and not self._plain:
+            raise RangeError("output_offset, output_scale: a softmax head gives probabilities, which are not scaled")
+        self.target: Callable[[Any], Any] = _same
+        if self.gaussian:
+            self.target = _Normalise("y", self.offset, self.scale, (d_o,) if rows == 1 else (rows, d_o), dtype)
+            if rows == d_o == 1:
+                self.target.shapes.add(())
+        each = np.broadcast_to(self.scale, (rows, d_o))
+        self._scales: Array = each[0]
+        self._cov_scale = np.outer(each, each).astype(dtype)
+        self._var_scale = (self._scales**2).astype(dtype)
+        self._log_scale = float(np.log(each).sum())
+
+    def prediction(self, p: Prediction) -> Prediction:
+        """The mean in float64, as an offset needs more digits than a float32 head has."""
+        if self._plain:
+            return p
+        mean = p.mean * self._scales
+        if self._shifted:
+            mean += self.offset
+        return Prediction(mean, p.cov * self._cov_scale, p.total_var * self._var_scale)
+
+    def update(self, u: Update) -> Update:
+        """The density of y is that of u divided by the scales."""
+        return u if self._plain else Update(u.status, u.nis, u.log_likelihood - self._log_scale)
+
+    def noise(self, noise_var: npt.ArrayLike | None) -> npt.ArrayLike | None:
+        return noise_var if noise_var is None or self._plain else scaled_noise(noise_var, self._scales)
+
+    def physical_noise(self, noise: Array) -> Array:
+        return noise if self._plain else noise * _squares(self._scales, noise.ndim)
+
+
+def per_output(scale: npt.ArrayLike, outputs: int) -> Array:
+    """``output_scale`` as one number for each output."""
+    return np.broadcast_to(_numbers("output_scale", scale, outputs, 1 / bundles.MAX_MAGNITUDE), (outputs,))
+
+
+def scaled_noise(noise_var: npt.ArrayLike, scales: Array) -> Array:
+    """A variance, variances or covariance matrix of y as those of u, for one scale per output."""
+    array = real_array("noise_var", noise_var, np.float64)
+    n = len(scales)
+    if array.shape not in ((), (1,), (n,), (n, n)):
+        raise shape_error("noise_var", f"a number, ({n},) or ({n}, {n})", array)
+    variances = np.diagonal(array) if array.ndim == 2 else array
+    if (variances < 0).any():
+        raise RangeError(f"noise_var: expected variances >= 0, got {variances.min()}")
+    return array / _squares(scales, array.ndim)
+
+
+def _squares(scales: Array, ndim: int) -> Array:
+    return np.outer(scales, scales) if ndim == 2 else scales**2
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _numbers(name: str, value: npt.ArrayLike, features: int, low: float) -> Array:
+    """One number, or one per feature, each from ``low`` to 1e30."""
+    array = np.atleast_1d(real_array(name, value, np.float64))
+    if array.shape not in ((1,), (features,)):
+        raise shape_error(name, f"a number or ({features},)", array)
+    if not ((array >= low) & (array <= bundles.MAX_MAGNITUDE)).all():
+        raise RangeError(f"{name}: expected numbers from {low:g} to {bundles.MAX_MAGNITUDE:g}, got {array}")
+    return array
+
+
+def _by_input(name: str, value: Scaling, specs: tuple[TensorSpec, ...], neutral: float) -> dict[str, npt.ArrayLike]:
+    """The scaling of each input; a number goes for all that hold real numbers."""
+    scalable = [spec.name for spec in specs if spec.dtype == "float32"]
+    if isinstance(value, Mapping):
+        given = dict(value)
+    elif len(scalable) == 1 or (scalable and np.ndim(value) == 0):
+        given = dict.fromkeys(scalable, value)
+    elif not scalable and np.ndim(value) == 0 and value == neutral:
+        given = {}
+    else:
+        raise RangeError(f"{name}: expected a dict with some of the inputs {scalable}, got {value!r}")
+    unknown = sorted(set(map(str, given)) - set(scalable))
+    if unknown:
+        raise RangeError(f"{name}: expected some of the inputs {scalable}, got {unknown}")
+    return {spec.name: given.get(spec.name, neutral) for spec in specs}
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the file in front of what is wrong with it."""
+    try:
+        yield
+    except BundleError as error:
+        raise BundleError(f"{path}: {error}", error.status) from None
+
+
+def _version() -> str:
+    from kbt_edge import __version__
+
+    return __version__

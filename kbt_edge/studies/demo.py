@@ -1,0 +1,189 @@
+"""``kbt-edge demo``: the plant has changed, the policy falls over, fifty samples later it balances.
+
+Uses the shipped cart-pole bundle: a decision transformer trained on the LQR of the old plant. On the new plant, with a
+pole ten times as long and ten times as heavy, it fails from every start. The head then learns the new LQR's forces one
+sample at a time, and the closed loop is tried again on the way. No torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kbt_edge.errors import RangeError
+from kbt_edge.model import Model
+from kbt_edge.studies import cartpole
+
+__all__ = ["Demo"]
+
+Array = NDArray[np.float64]
+_LOOK = (1, 2, 5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 400)  # samples after which the loop is closed again
+_STARTS, _TEST_STATES = 20, 200
+
+
+class Demo:
+    """The main job on the shipped cart-pole bundle."""
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--samples", type=int, default=100, help="how many samples to learn (default 100)")
+        parser.add_argument("--seed", type=int, default=0, help="draws samples, starts and test states (default 0)")
+        parser.add_argument(
+            "--out", type=Path, default=Path("kbt-demo"), help="folder for results (default kbt-demo)"
+        )
+        parser.add_argument("--backend", default="auto", help="how the trunk runs: auto, compiled or onnxruntime")
+
+    def run(self, options: argparse.Namespace) -> Mapping[str, Any]:
+        if not 1 <= options.samples <= 100_000:
+            raise RangeError(f"--samples: expected 1..100000, got {options.samples}")
+        if options.seed < 0:
+            raise RangeError(f"--seed: expected 0 or more, got {options.seed}")
+        model = Model.load("cartpole", backend=options.backend)
+        rng = np.random.default_rng(options.seed)
+        gain = cartpole.lqr_gain(cartpole.NEW)
+        starts = cartpole.sample_starts(rng, _STARTS)
+        unseen = cartpole.sample_states(rng, _TEST_STATES)
+        states, forces = cartpole.sample_pairs(rng, options.samples, gain)
+
+        old_plant = cartpole.rollout(cartpole.OLD, _policy(model), starts)
+        before = cartpole.rollout(cartpole.NEW, _policy(model), starts)
+        band_before = _band(model, before)
+        progress = [_look(model, 0, gain, unseen, before, [])]
+        seconds: list[float] = []
+        _live(progress[-1])
+        for i, (state, force) in enumerate(zip(states, forces, strict=True), 1):
+            model.predict(state)
+            started = time.perf_counter()
+            model.observe(force)
+            seconds.append(time.perf_counter() - started)
+            if i in _LOOK or i == options.samples:
+                after = cartpole.rollout(cartpole.NEW, _policy(model), starts)
+                progress.append(_look(model, i, gain, unseen, after, seconds))
+                _live(progress[-1])
+        _live(None)
+
+        options.out.mkdir(parents=True, exist_ok=True)
+        bundle = model.save(options.out / "cartpole")
+        picture = options.out / "demo.png"
+        drawn = _draw(picture, before, band_before, after, _band(model, after), options.samples)
+        return {
+            "samples": options.samples,
+            "seed": options.seed,
+            "backend": model.trunk.backend,
+            "backend_reason": model.trunk.backend_reason,
+            "success_old_plant_before": old_plant.success_rate,
+            "success_new_plant_before": before.success_rate,
+            "success_new_plant_after": after.success_rate,
+            "progress": progress,
+            "bundle": str(bundle),
+            "picture": str(picture) if drawn else None,
+        }
+
+    def text(self, result: Mapping[str, Any]) -> str:
+        lines = [
+            "The policy was trained for a short, light pole. Now the pole is ten times as long and ten times as heavy.",
+            "",
+            f"  old plant, before   {_percent(result['success_old_plant_before'])} of {_STARTS} starts balanced",
+            f"  new plant, before   {_percent(result['success_new_plant_before'])}",
+            f"  new plant, after    {_percent(result['success_new_plant_after'])}",
+            "",
+            "  samples   force RMSE   sure within   balanced   per update",
+        ]
+        for row in result["progress"]:
+            speed = "" if row["update_us"] is None else f"{row['update_us']:8.1f} µs"
+            figures = f"{row['samples']:7d} {row['rmse']:9.2f} N   ± {row['std']:7.2f} N"
+            lines.append(f"  {figures}   {_percent(row['success']):>8} {speed}".rstrip())
+        lines += ["", f"trunk: {result['backend']} ({result['backend_reason']})", f"adapted bundle: {result['bundle']}"]
+        if result["picture"]:
+            lines.append(f"picture: {result['picture']}")
+        else:
+            lines.append("no picture: matplotlib is not installed (pip install 'kbt-edge[demo]')")
+        return "\n".join(lines)
+
+
+def _policy(model: Model) -> cartpole.Policy:
+    return lambda states: np.array([model.predict(state).mean[0] for state in states], np.float64)
+
+
+def _look(
+    model: Model, samples: int, gain: Array, unseen: Array, trial: cartpole.Rollout, seconds: list[float]
+) -> dict[str, Any]:
+    """One row of the table: how far off on unseen states, how sure of itself there, and what the closed loop does."""
+    return {
+        "samples": samples,
+        "rmse": cartpole.force_rmse(_policy(model), gain, unseen),
+        "std": float(np.sqrt(np.mean([model.predict(state).var[0] for state in unseen]))),
+        "success": trial.success_rate,
+        "update_us": 1e6 * statistics.median(seconds) if seconds else None,
+    }
+
+
+def _live(row: Mapping[str, Any] | None) -> None:
+    """A line on the terminal that is written over; nothing anywhere else."""
+    if not sys.stderr.isatty():
+        return
+    if row is None:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+        return
+    speed = "" if row["update_us"] is None else f", {row['update_us']:.1f} µs per update"
+    line = f"{row['samples']} samples: RMSE {row['rmse']:.2f} N, {_percent(row['success'])} balanced{speed}"
+    print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _band(model: Model, trial: cartpole.Rollout) -> tuple[Array, Array]:
+    """Force and its total standard deviation along the first trajectory, as the model sees it now."""
+    path = trial.states[:-1, 0]
+    path = path[np.isfinite(path).all(axis=1)]
+    seen = [model.predict(state) for state in path]
+    return np.array([p.mean[0] for p in seen]), np.array([p.total_std[0] for p in seen])
+
+
+def _draw(
+    path: Path,
+    before: cartpole.Rollout,
+    band_before: tuple[Array, Array],
+    after: cartpole.Rollout,
+    band_after: tuple[Array, Array],
+    samples: int,
+) -> bool:
+    """Angles of all starts above, the force of one with its 95 % band below; before on the left, after on the right."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 2, sharex=True, sharey="row")
+    titles = ("before: the old policy on the new plant", f"after {samples} samples")
+    for column, (title, trial, (force, std)) in enumerate(
+        zip(titles, (before, after), (band_before, band_after), strict=True)
+    ):
+        top, bottom = axes[0, column], axes[1, column]
+        top.plot(trial.time, np.degrees(trial.states[:, :, 2]), color="tab:blue", alpha=0.5, linewidth=1)
+        top.axhline(0, color="black", linewidth=0.5)
+        top.set_title(f"{title}: {trial.success.sum()} of {trial.success.size} starts balanced")
+        top.set_ylim(-95, 95)
+        time_axis = trial.time[: len(force)]
+        bottom.fill_between(time_axis, force - 1.96 * std, force + 1.96 * std, color="tab:orange", alpha=0.3,
+                            label="95 % of observations, as predicted")  # fmt: skip
+        bottom.plot(time_axis, force, color="tab:red", linewidth=1.2, label="predicted force")
+        bottom.set_ylim(-1.2 * cartpole.FORCE_LIMIT, 1.2 * cartpole.FORCE_LIMIT)
+        bottom.set_xlabel("time (s)")
+    axes[0, 0].set_ylabel("pole angle (degrees)")
+    axes[1, 0].set_ylabel("force at the first start (N)")
+    axes[1, 1].legend(loc="upper right")
+    figure.savefig(path, dpi=110)
+    return True
