@@ -11,6 +11,8 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <cmath>
+#include <limits>
 #include <memory>
 #include <new>
 #include <vector>
@@ -20,6 +22,16 @@
 namespace py = pybind11;
 
 namespace {
+
+// An array and nothing that only claims to be one: a masked array hides entries that the core would read.
+bool is_array(const py::handle &object) {
+  const void *type = Py_TYPE(object.ptr()), *array_type = py::detail::npy_api::get().PyArray_Type_;
+  return type == array_type;
+}
+template <class T>
+bool is_array_of(const py::handle &object) {
+  return is_array(object) && py::isinstance<py::array_t<T>>(object);
+}
 
 class Core {
  public:
@@ -38,7 +50,7 @@ class Core {
 
   // Pointer to the data of a plain array with one of the given shapes, else null.
   const void *plain(const py::handle &object, py::ssize_t columns, py::ssize_t *rows) const {
-    if (!py::isinstance<py::array>(object)) return nullptr;
+    if (!is_array(object)) return nullptr;
     const auto array = py::reinterpret_borrow<py::array>(object);
     constexpr int kPlain = py::array::c_style | py::detail::npy_api::NPY_ARRAY_ALIGNED_;
     if ((array.flags() & kPlain) != kPlain || !array.dtype().is(dtype_)) return nullptr;
@@ -78,7 +90,7 @@ class Core {
     const int32_t count = static_cast<int32_t>(rows < 0 ? 1 : rows);
     const void *R = nullptr;
     if (!noise.is_none()) {
-      if (!py::isinstance<py::array>(noise)) return py::none();
+      if (!is_array(noise)) return py::none();
       noise_count = py::reinterpret_borrow<py::array>(noise).size();
       if (plain(noise, noise_count, &noise_rows) == nullptr) return py::none();  // flat
       R = py::reinterpret_borrow<py::array>(noise).data();
@@ -86,7 +98,7 @@ class Core {
     kbt_status status = KBT_OK;
     kbt_result result{0.0, 0.0};
     const auto nc = static_cast<int32_t>(noise_count);
-    if (py::isinstance<py::array_t<int32_t>>(y) && cfg_.output == KBT_SOFTMAX) {
+    if (is_array_of<int32_t>(y) && cfg_.output == KBT_SOFTMAX) {
       const auto labels = py::reinterpret_borrow<py::array>(y);
       if (!(labels.flags() & py::array::c_style) || labels.size() != count) return py::none();
       const auto *data = static_cast<const int32_t *>(labels.data());
@@ -158,6 +170,10 @@ class Core {
     return kbt_state_load(head_, view.data(), view.size());
   }
 
+  kbt_head *head() const { return head_; }
+  py::ssize_t outputs() const { return outputs_; }
+  void set_one_row(bool one_row) { one_row_ = one_row; }
+
   std::uint64_t samples() const { return kbt_samples(head_); }
   int predicted_rows() const { return kbt_predicted_rows(head_); }
   bool one_row() const { return one_row_; }
@@ -177,6 +193,131 @@ class Core {
   py::dtype dtype_;
   py::ssize_t d_ = 0, outputs_ = 0;
   bool one_row_ = false;  // shape of the latest prediction, for observe
+};
+
+// One control step in physical units with a single crossing into C per verb: (x - mean) / scale, the compiled trunk,
+// the head, and back. For float32 gaussian heads; a trunk without a C function, or with several inputs, enters at
+// predict_rows.
+class Pipeline {
+ public:
+  using TrunkFunction = int (*)(const void *const *inputs, float *output);
+  using Doubles = std::vector<double>;
+
+  // x, h: the trunk's own float32 buffers, whose memory the caller keeps alive and in place.
+  Pipeline(Core &core, std::uintptr_t trunk, py::array_t<float> x, py::array_t<float> h, Doubles mean, Doubles scale,
+           Doubles offset, Doubles output_scale)
+      : core_(core),
+        trunk_(reinterpret_cast<TrunkFunction>(trunk)),
+        x_(std::move(x)),
+        h_(std::move(h)),
+        mean_(std::move(mean)),
+        scale_(std::move(scale)),
+        offset_(std::move(offset)),
+        output_scale_(std::move(output_scale)),
+        rows_(h_.shape(0)),
+        count_(rows_ * core.outputs()),
+        u_(static_cast<std::size_t>(count_)) {
+    for (const double s : output_scale_) log_scale_ += static_cast<double>(rows_) * std::log(s);
+  }
+
+  // None: x is not a plain array, or the trunk refused it; the caller goes the long way, which explains.
+  py::object predict(const py::object &x) {
+    if (trunk_ == nullptr || !is_array(x)) return py::none();
+    const auto array = py::reinterpret_borrow<py::array>(x);
+    if (!(array.flags() & py::array::c_style) || !same_shape(array)) return py::none();
+    if (is_array_of<double>(x)) {
+      normalise(static_cast<const double *>(array.data()));
+    } else if (is_array_of<float>(x)) {
+      normalise(static_cast<const float *>(array.data()));
+    } else {
+      return py::none();
+    }
+    const void *const inputs[] = {x_.data()};
+    if (trunk_(inputs, h_.mutable_data()) != 0) return py::none();
+    return predict_rows();
+  }
+
+  // The rows that the trunk has left in h.
+  py::object predict_rows() {
+    const std::vector<py::ssize_t> shape =
+        rows_ == 1 ? std::vector<py::ssize_t>{core_.outputs()} : std::vector<py::ssize_t>{rows_, core_.outputs()};
+    py::array_t<double> mean(shape);
+    py::array_t<float> cov({count_, count_}), total_var(shape);
+    const kbt_status status = kbt_predict(core_.head(), h_.data(), static_cast<int32_t>(rows_), u_.data(),
+                                          cov.mutable_data(), total_var.mutable_data());
+    if (status != KBT_OK) return py::int_(static_cast<int>(status));
+    core_.set_one_row(rows_ == 1);
+    double *m = mean.mutable_data();
+    float *c = cov.mutable_data(), *t = total_var.mutable_data();
+    for (py::ssize_t i = 0; i < count_; ++i) {
+      const double s = scale_of(i);
+      m[i] = offset_[static_cast<std::size_t>(i % core_.outputs())] +
+             s * static_cast<double>(u_[static_cast<std::size_t>(i)]);
+      t[i] = static_cast<float>(s * s * static_cast<double>(t[i]));
+      for (py::ssize_t k = 0; k < count_; ++k) {
+        c[i * count_ + k] = static_cast<float>(s * scale_of(k) * static_cast<double>(c[i * count_ + k]));
+      }
+    }
+    return py::make_tuple(std::move(mean), std::move(cov), std::move(total_var));
+  }
+
+  // None: y is neither a number for a single output nor a plain array.
+  py::object observe(const py::object &y) {
+    double one = 0.0;
+    const double *target = nullptr;
+    if (PyFloat_Check(y.ptr()) && count_ == 1) {
+      one = PyFloat_AS_DOUBLE(y.ptr());
+      target = &one;
+    } else if (is_array_of<double>(y)) {
+      const auto array = py::reinterpret_borrow<py::array>(y);
+      const bool one_row = rows_ == 1 && array.ndim() == 1 && array.shape(0) == count_;
+      const bool several = rows_ > 1 && array.ndim() == 2 && array.shape(0) == rows_ && array.size() == count_;
+      if (!(array.flags() & py::array::c_style) || !(one_row || several)) return py::none();
+      target = static_cast<const double *>(array.data());
+    } else {
+      return py::none();
+    }
+    if (kbt_predicted_rows(core_.head()) != rows_) return py::none();
+    for (py::ssize_t i = 0; i < count_; ++i) {
+      const double u = (target[i] - offset_[static_cast<std::size_t>(i % core_.outputs())]) / scale_of(i);
+      if (!(std::fabs(u) <= static_cast<double>(std::numeric_limits<float>::max()))) return py::none();
+      u_[static_cast<std::size_t>(i)] = static_cast<float>(u);
+    }
+    kbt_result result{0.0, 0.0};
+    const kbt_status status = kbt_observe(core_.head(), u_.data(), nullptr, 0, &result);
+    if (status != KBT_OK && status != KBT_GATED) return py::int_(static_cast<int>(status));
+    return py::make_tuple(status == KBT_GATED, result.nis, result.log_likelihood - log_scale_);
+  }
+
+ private:
+  double scale_of(py::ssize_t i) const { return output_scale_[static_cast<std::size_t>(i % core_.outputs())]; }
+
+  // As the trunk's input, leading axes of length 1 left out or not.
+  bool same_shape(const py::array &array) const {
+    if (array.size() != x_.size() || array.ndim() > x_.ndim() || array.ndim() < 1) return false;
+    for (py::ssize_t i = 1; i <= array.ndim(); ++i) {
+      if (array.shape(array.ndim() - i) != x_.shape(x_.ndim() - i)) return false;
+    }
+    return true;
+  }
+
+  template <class T>
+  void normalise(const T *x) {
+    float *to = x_.mutable_data();
+    const auto features = static_cast<py::ssize_t>(mean_.size());
+    for (py::ssize_t i = 0; i < x_.size(); ++i) {
+      const auto f = static_cast<std::size_t>(i % features);
+      to[i] = static_cast<float>((static_cast<double>(x[i]) - mean_[f]) / scale_[f]);
+    }
+  }
+
+  Core &core_;
+  TrunkFunction trunk_;
+  py::array_t<float> x_, h_;
+  Doubles mean_, scale_, offset_, output_scale_;
+  py::ssize_t rows_, count_;
+  std::vector<float> u_;
+  double log_scale_ = 0.0;
 };
 
 template <std::size_t N, class T>
@@ -258,4 +399,12 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("one_row", &Core::one_row)
       .def_property_readonly("nbytes", &Core::nbytes)
       .def_property_readonly("config", &Core::config);
+
+  py::class_<Pipeline>(m, "Pipeline")
+      .def(py::init<Core &, std::uintptr_t, py::array_t<float>, py::array_t<float>, Pipeline::Doubles,
+                    Pipeline::Doubles, Pipeline::Doubles, Pipeline::Doubles>(),
+           py::keep_alive<1, 2>())
+      .def("predict", &Pipeline::predict)
+      .def("predict_rows", &Pipeline::predict_rows)
+      .def("observe", &Pipeline::observe);
 }

@@ -54,3 +54,19 @@ class Core:
     def nbytes(self) -> int: ...
     @property
     def config(self) -> Config: ...
+
+class Pipeline:
+    def __init__(
+        self,
+        core: Core,
+        trunk: int,
+        x: npt.NDArray[np.float32],
+        h: npt.NDArray[np.float32],
+        mean: list[float],
+        scale: list[float],
+        offset: list[float],
+        output_scale: list[float],
+    ) -> None: ...
+    def predict(self, x: object) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]] | int | None: ...
+    def predict_rows(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]] | int: ...
+    def observe(self, y: object) -> tuple[bool, float, float] | int | None: ...

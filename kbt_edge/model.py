@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kbt_edge import _core
 from kbt_edge import bundle as bundles
 from kbt_edge._arrays import Array, real_array, shape_error
 from kbt_edge._files import read_bounded
@@ -97,6 +98,18 @@ class Model:
         # A float64 head needs its rows in float64; a float32 head reads the trunk's own buffer.
         self._h = np.zeros((trunk.rows, trunk.d)) if head.config["dtype"] == "float64" else None
         self._folder: Path | None = None
+        self._pipeline = self._make_pipeline()
+
+    def _make_pipeline(self) -> _core.Pipeline | None:
+        """The short way, one crossing into C per verb: for a float32 gaussian head and a trunk of one float32 input."""
+        ends, output = self._trunk.pipeline_ends(), self._output
+        if ends is None or self._h is not None or not output.gaussian:
+            return None
+        address, x, h = ends
+        entry = self._inputs[0]
+        inputs = [np.broadcast_to(values, (x.shape[-1],)).tolist() for values in (entry.mean, entry.scale)]
+        outputs = [np.broadcast_to(values, (self._head.d_o,)).tolist() for values in (output.offset, output.scale)]
+        return _core.Pipeline(self._head._core, address, x, h, *inputs, *outputs)
 
     # ---- the verbs ---------------------------------------------------------------------------------------------------
 
@@ -106,6 +119,14 @@ class Model:
         One array per input of the trunk, or a dict by name. The mean is (d_o,), or (rows, d_o) if the trunk has several
         rows; see ``Prediction`` for the rest.
         """
+        pipeline = self._pipeline
+        if pipeline is not None:
+            result = pipeline.predict(x[0]) if len(x) == 1 else None
+            if result is None:  # not a plain array, or no C function: Python converts, scales and runs the trunk
+                self._rows(x)
+                result = pipeline.predict_rows()
+            if isinstance(result, tuple):
+                return Prediction(*result)
         return self._output.prediction(self._head.predict(self._rows(x)))
 
     def observe(self, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
@@ -114,6 +135,11 @@ class Model:
         y          shaped like the predicted mean; a number will do for a single output, class labels for a softmax
         noise_var  observation noise of this sample in squared units of y, instead of the head's own
         """
+        if self._pipeline is not None and noise_var is None:
+            result = self._pipeline.observe(y)
+            if isinstance(result, tuple):
+                gated, nis, log_likelihood = result
+                return Update("gated" if gated else "ok", nis, log_likelihood)
         output = self._output
         return output.update(self._head.observe(output.target(y), output.noise(noise_var)))
 

@@ -105,6 +105,14 @@ class Trunk:
 
     run = __call__
 
+    def pipeline_ends(self) -> tuple[int, Float32, Float32] | None:
+        """What the core needs to run a trunk of one float32 input by itself: the address of its C function (0 without
+        one), its input buffer and h. They live as long as this object. None for other trunks."""
+        if len(self._slots) != 1 or self._inputs[0].dtype != "float32":
+            return None
+        address = self._runner.address() if isinstance(self._runner, _Compiled) else 0
+        return address, self._slots[0].buffer, self._h
+
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         return self._inputs
@@ -254,7 +262,7 @@ class _Compiled:
     def __init__(self, path: Path, slots: tuple[_Slot, ...], h: Float32) -> None:
         self.path = path
         cffi: Any = _import("cffi")
-        ffi = cffi.FFI()
+        self._ffi = ffi = cffi.FFI()
         ffi.cdef(CDEF)
         try:
             self._library = ffi.dlopen(str(path))
@@ -268,6 +276,9 @@ class _Compiled:
     def run(self) -> int:
         status: int = self._function(self._pointers, self._h)
         return status
+
+    def address(self) -> int:
+        return int(self._ffi.cast("uintptr_t", self._function))
 
 
 class _Onnxruntime:

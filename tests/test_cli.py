@@ -139,8 +139,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "--help")
     assert code == 0
     for name, (_, summary) in cli.COMMANDS.items():
-        assert name in out
-        assert summary in out
+        assert f"{name} {summary}" in " ".join(out.split())  # wherever argparse broke the line
         code, text, _ = call(capsys, name, "--help")
         assert code == 0
         assert "--json" in text

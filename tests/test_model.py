@@ -159,7 +159,7 @@ def test_without_scaling_the_head_answers_itself() -> None:
     p, q = model.predict(X), make_head().predict(model.trunk(X)[0])
     for got, want in zip(p, q, strict=True):
         np.testing.assert_array_equal(got, want)
-    assert p.mean.dtype == np.float32
+    assert p.mean.dtype == np.float64  # a model speaks in physical units, and an offset needs the digits
 
 
 # The verbs.
@@ -523,3 +523,22 @@ def test_loading_says_which_backend_it_could_not_have(folder: Path) -> None:
         Model.load(folder, providers=["NoSuchProvider"])
     with pytest.raises((BackendError, RangeError), match="backend='compiled'"):
         Model.load(folder, backend="compiled", providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: make_model(head=make_head(dtype="float32")), lambda: Model.load("cartpole")], ids=["made", "shipped"]
+)
+def test_the_short_way_and_the_long_way_agree(make: Callable[[], Model]) -> None:
+    """Plain arrays take one crossing into C; the long way scales in Python and calls the trunk and the head apart."""
+    short, long = make(), make()
+    assert short._pipeline is not None
+    long._pipeline = None
+    rng = np.random.default_rng(4)
+    for _ in range(30):
+        x, y = rng.normal(size=short.trunk.inputs[0].shape), rng.normal(size=short.head.d_o)
+        p, q = short.predict(x), long.predict(x)
+        for got, want in zip(p, q, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+        u, v = short.observe(y), long.observe(y)
+        np.testing.assert_allclose(u[1:], v[1:], rtol=1e-4, atol=1e-5)
+    assert short.head.samples == long.head.samples == 30

@@ -36,9 +36,7 @@ class Demo:
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--samples", type=int, default=100, help="how many samples to learn (default 100)")
         parser.add_argument("--seed", type=int, default=0, help="draws samples, starts and test states (default 0)")
-        parser.add_argument(
-            "--out", type=Path, default=Path("kbt-demo"), help="folder for results (default kbt-demo)"
-        )
+        parser.add_argument("--out", type=Path, default=Path("kbt-demo"), help="folder for results (default kbt-demo)")
         parser.add_argument("--backend", default="auto", help="how the trunk runs: auto, compiled or onnxruntime")
 
     def run(self, options: argparse.Namespace) -> Mapping[str, Any]:
