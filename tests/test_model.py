@@ -10,6 +10,7 @@ import os
 import shutil
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -526,7 +527,9 @@ def test_loading_says_which_backend_it_could_not_have(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: make_model(head=make_head(dtype="float32")), lambda: Model.load("cartpole")], ids=["made", "shipped"]
+    "make",
+    [lambda: make_model(head=make_head(dtype="float32")), lambda: Model.load("cartpole")],
+    ids=["made", "shipped"],
 )
 def test_the_short_way_and_the_long_way_agree(make: Callable[[], Model]) -> None:
     """Plain arrays take one crossing into C; the long way scales in Python and calls the trunk and the head apart."""

@@ -26,8 +26,8 @@ from kbt_edge.studies import cartpole
 __all__ = ["Demo"]
 
 Array = NDArray[np.float64]
-_LOOK = (1, 2, 5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 400)  # samples after which the loop is closed again
-_STARTS, _TEST_STATES = 20, 200
+_LOOK = (5, 10, 20, 50, 100, 200, 400)  # samples after which the loop is closed again
+_STARTS, _TEST_STATES = 10, 200
 
 
 class Demo:
