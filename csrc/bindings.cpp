@@ -89,18 +89,24 @@ class Core {
     }
     const int32_t count = static_cast<int32_t>(rows < 0 ? 1 : rows);
     const void *R = nullptr;
-    if (!noise.is_none()) {
+    if (!noise.is_none()) {  // (1,), (d_o,) or (d_o, d_o)
       if (!is_array(noise)) return py::none();
-      noise_count = py::reinterpret_borrow<py::array>(noise).size();
-      if (plain(noise, noise_count, &noise_rows) == nullptr) return py::none();  // flat
-      R = py::reinterpret_borrow<py::array>(noise).data();
+      const auto array = py::reinterpret_borrow<py::array>(noise);
+      noise_count = array.size();
+      const bool vector = array.ndim() == 1 && (noise_count == 1 || noise_count == outputs_);
+      const bool matrix = array.ndim() == 2 && array.shape(0) == outputs_ && array.shape(1) == outputs_;
+      if (!(vector || matrix)) return py::none();
+      R = plain(noise, array.shape(array.ndim() - 1), &noise_rows);
+      if (R == nullptr) return py::none();
     }
     kbt_status status = KBT_OK;
     kbt_result result{0.0, 0.0};
     const auto nc = static_cast<int32_t>(noise_count);
     if (is_array_of<int32_t>(y) && cfg_.output == KBT_SOFTMAX) {
       const auto labels = py::reinterpret_borrow<py::array>(y);
-      if (!(labels.flags() & py::array::c_style) || labels.size() != count) return py::none();
+      constexpr int kPlain = py::array::c_style | py::detail::npy_api::NPY_ARRAY_ALIGNED_;
+      const bool shaped = rows < 0 ? labels.ndim() == 0 : labels.ndim() == 1 && labels.size() == rows;
+      if ((labels.flags() & kPlain) != kPlain || !shaped) return py::none();
       const auto *data = static_cast<const int32_t *>(labels.data());
       status = input != nullptr ? kbt_update_labels(head_, input, count, data, R, nc, &result)
                                 : kbt_observe_labels(head_, data, R, nc, &result);

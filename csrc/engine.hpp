@@ -79,12 +79,14 @@ inline kbt_status learn(kbt_head *head, const kbt_sample &sample, kbt_result *re
       if (self.cfg.output == KBT_SOFTMAX && !probabilities(y, rows, n)) return refuse(head, KBT_E_LABEL);
     }
     if (noise != nullptr &&
-        !(self.noise_count_allowed(sample.noise_count) && Head<T>::noise_valid(noise, sample.noise_count, n))) {
+        !(self.noise_count_allowed(sample.noise_count) && self.noise_valid(noise, sample.noise_count))) {
       return refuse(head, KBT_E_NOISE);
     }
     kbt_status status = sample.predicted ? KBT_OK : self.forward(h, rows);
     if (status == KBT_OK) status = self.observe(y, noise, sample.noise_count, result);
-    return status == KBT_OK || status == KBT_GATED ? status : refuse(head, status);
+    if (status == KBT_OK || status == KBT_GATED) return status;
+    if (!sample.predicted) head->predicted_rows = 0;  // what lies in the scratch was never predicted to anyone
+    return refuse(head, status);
   });
 }
 

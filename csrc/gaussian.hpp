@@ -80,7 +80,9 @@ T log_positive(T x) {
   typename B::Int bits;
   std::memcpy(&bits, &x, sizeof bits);
   int e = static_cast<int>((bits >> B::kMantissa) - B::kBias);
-  T m = x * power_of_two<T>(-e);
+  bits = (bits & ((typename B::Int{1} << B::kMantissa) - 1)) | (B::kBias << B::kMantissa);
+  T m;
+  std::memcpy(&m, &bits, sizeof m);
   if (m > T(1.4142135623730951)) {
     m *= T(0.5);
     ++e;

@@ -74,7 +74,7 @@ class Head : public kbt_head {
       layer.w.u = arena.take<T>(layer.w.u_count());
       layer.z = arena.take<T>(rows * layer.w.z_stride);
       layer.F = arena.take<T>(layer.w.projection_count(rows));
-      layer.own = arena.take<T>(layer.w.stride);
+      layer.own = arena.take<T>(cfg.covariance == KBT_DIAGONAL ? 0 : rows * rows * layer.w.stride);
       relu_[i].gates = arena.take<T>(rows * layer.w.stride);
       spread_[i] = arena.take<T>(rows * layer.w.stride);
       adjoint_[i] = arena.take<T>((1 + rank) * rows * layer.w.stride);
@@ -83,7 +83,7 @@ class Head : public kbt_head {
     call_noise_ = arena.take<T>(noise_capacity());
     target_ = arena.take<T>(rank);
 
-    Index cov[2] = {0, 0}, u = 0, series = 0, vector = 0, inner = 0, step = 0, H = 0, Q = 0, B = 0;
+    Index cov[2] = {0, 0}, u = 0, series = 0, vector = 0, inner = 0, step = 0, H = 0, Q = 0, B = 0, O = 0;
     const auto at_least = [](Index &x, Index y) { x = x < y ? y : x; };
     at_least(cov[1], input_cov(nullptr, rows).dense ? rows * inputs() * rows * inputs() : rows * rows * inputs());
     for (Index i = 0; i < layers(); ++i) {
@@ -97,13 +97,14 @@ class Head : public kbt_head {
       at_least(H, layer.H_count(rows, rank, fuse()));
       at_least(Q, layer.Q_count(rows, rank, fuse()));
       at_least(B, layer.B_count(rows, rank, fuse()));
+      at_least(O, layer.O_count(rows, rank, fuse(), i == layers() - 1 && separate_last_layer()));
     }
     cov_[0] = arena.take<T>(cov[0]);
     cov_[1] = arena.take<T>(cov[1]);
     u_ = arena.take<T>(u);
     series_ = arena.take<T>(series);
-    work_ = {arena.take<T>(vector), arena.take<T>(inner), arena.take<T>(step),
-             arena.take<T>(H),      arena.take<T>(Q),     arena.take<T>(B)};
+    work_ = {arena.take<T>(vector), arena.take<T>(inner), arena.take<T>(step), arena.take<T>(H),
+             arena.take<T>(Q),      arena.take<T>(B),     arena.take<T>(O)};
 
     const Index square = Measurement<T>::square_count(rows, outputs());
     const bool softmax_output = cfg.output == KBT_SOFTMAX;
@@ -113,10 +114,10 @@ class Head : public kbt_head {
     measurement_.innovation = arena.take<T>(rank);
     measurement_.L = arena.take<T>(square);
     measurement_.X = arena.take<T>(square);
-    measurement_.N = arena.take<T>(!fuse() || whole_last_layer() ? square : 0);
+    measurement_.N = arena.take<T>(!fuse() || noise_known() ? square : 0);
     measurement_.vectors = arena.take<T>(fuse() ? 0 : square);
     measurement_.signs = arena.take<T>(rank);
-    rest_ = arena.take<T>(whole_last_layer() ? square + 2 * rank : 0);
+    rest_ = arena.take<T>(noise_known() ? square + 2 * rank : 0);
   }
 
   // Largest number of elements any single array of this configuration takes, as a double: what overflows is seen before
@@ -210,22 +211,26 @@ class Head : public kbt_head {
     return count == outputs() * outputs() && cfg.noise == KBT_NOISE_CONSTANT;
   }
 
-  static bool noise_valid(const T *values, Index count, Index n) {
+  // Finite, not negative; a matrix symmetric and positive semi-definite (to rounding). Uses the noise scratch.
+  bool noise_valid(const T *values, Index count) {
+    const Index n = outputs();
     if (!all_finite(values, count)) return false;
-    if (count == 1 || count == n) {
-      for (Index i = 0; i < count; ++i) {
-        if (values[i] < T(0)) return false;
-      }
-      return true;
+    const bool matrix = count == n * n && n > 1;
+    T largest = T(0);
+    for (Index i = 0; i < (matrix ? n : count); ++i) {
+      const T var = values[matrix ? i * n + i : i];
+      if (var < T(0)) return false;
+      largest = var > largest ? var : largest;
     }
+    if (!matrix) return true;
     for (Index i = 0; i < n; ++i) {
-      if (values[i * n + i] < T(0)) return false;
-      for (Index k = 0; k < i; ++k) {  // symmetric, and no correlation beyond 1
-        const T x = values[i * n + k];
-        if (x != values[k * n + i] || x * x > values[i * n + i] * values[k * n + k]) return false;
+      for (Index k = 0; k < n; ++k) {
+        if (values[i * n + k] != values[k * n + i]) return false;
+        call_noise_[i * n + k] = values[i * n + k];
       }
+      call_noise_[i * n + i] += T(n) * T(16) * std::numeric_limits<T>::epsilon() * largest;
     }
-    return true;
+    return cholesky(call_noise_, n, T(0)) == 0;
   }
 
   // Floors the variances. Returns whether the result is a matrix.
@@ -266,7 +271,7 @@ class Head : public kbt_head {
       fill(out.data, T(0), count);
       if (!certain) layer.input_cov_forward(in, out, work_);
       const bool last = i == layers() - 1;
-      if (last && whole_last_layer()) {
+      if (last && noise_known()) {
         for (Index k = 0; k < count; ++k) rest_[k] = out.data[k];
         for (Index k = 0; !fuse() && k < rows * outputs(); ++k) rest_[k * rows * outputs() + k] += T(kNoiseFloor);
       }
@@ -316,7 +321,7 @@ class Head : public kbt_head {
     const Adjoint<T> top = adjoint(last, rows, rank);
     fill(top.data, T(0), (1 + rank) * rows * top.stride);
     if (fuse()) {
-      measurement_.fuse(output_cov(), y, R, cfg.output, cfg.noise, whole_last_layer(), top);
+      measurement_.fuse(output_cov(), y, R, cfg.output, cfg.noise, noise_known(), top);
     } else {
       measurement_.replace(output_cov(), y, R, top);
     }
@@ -337,9 +342,9 @@ class Head : public kbt_head {
 
     predicted_rows = 0;
     int floored = measurement_.floored;
-    if (whole_last_layer() && has_rest()) measurement_.add_rest(rest_, top, rest_ + rank * rank);
+    if (noise_known() && has_rest()) measurement_.add_rest(rest_, top, rest_ + rank * rank);
     for (Index i = 0; i <= last; ++i) {
-      const T *known_noise = i == last && whole_last_layer() ? measurement_.N : nullptr;
+      const T *known_noise = i == last && noise_known() ? measurement_.N : nullptr;
       floored += layers_[i].update(adjoint(i, rows, rank), fuse(), known_noise, work_);
       layers_[i].w.forget(static_cast<T>(cfg.forgetting));
     }
@@ -349,8 +354,8 @@ class Head : public kbt_head {
     return KBT_OK;
   }
 
-  T *noise_scratch() { return call_noise_; }
-  T *target() { return target_; }  // rank numbers of scratch for targets made from labels
+  T *noise_candidate() { return measurement_.L; }  // scratch for a noise that is still to be judged
+  T *target() { return target_; }                  // rank numbers of scratch for targets made from labels
 
  private:
   bool fuse() const { return cfg.rule == KBT_FUSE; }
@@ -365,6 +370,12 @@ class Head : public kbt_head {
   bool whole_last_layer() const {
     return cfg.covariance == KBT_FULL || (cfg.covariance == KBT_NEURON && outputs() == 1);
   }
+  // The same for neurons that stand apart, each with the others as part of its noise. Worth its time where the noise
+  // can be small beside the variances, which is the gaussian case.
+  bool separate_last_layer() const {
+    return cfg.covariance == KBT_NEURON && outputs() > 1 && fuse() && cfg.output == KBT_GAUSSIAN;
+  }
+  bool noise_known() const { return whole_last_layer() || separate_last_layer(); }
   bool has_rest() const { return layers() > 1 || cfg.input_var > 0.0 || !fuse(); }
   Index noise_capacity() const { return cfg.noise == KBT_NOISE_CONSTANT ? outputs() * outputs() : outputs(); }
   static T floored_noise(T x) { return x > T(kNoiseFloor) ? x : T(kNoiseFloor); }

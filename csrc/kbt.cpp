@@ -214,7 +214,7 @@ kbt_status kbt_set_noise(kbt_head *head, const void *noise, int32_t count) {
   return as_head(head, [&](auto &self) {
     using T = ElementOf<decltype(self)>;
     const T *values = static_cast<const T *>(noise);
-    if (!self.noise_count_allowed(count) || !Head<T>::noise_valid(values, count, self.outputs())) {
+    if (!self.noise_count_allowed(count) || !self.noise_valid(values, count)) {
       return refuse(head, KBT_E_NOISE);
     }
     self.set_noise(values, count);
@@ -348,6 +348,8 @@ kbt_status kbt_state_config(const void *blob, size_t size, kbt_config *cfg) {
   const kbt_status status = kbt::read_header(static_cast<const unsigned char *>(blob), size, found);
   if (status != KBT_OK) return status;
   if (kbt_config_check(&found, nullptr) != KBT_OK) return KBT_E_BLOB_VALUE;
+  const double n = found.widths[found.layers], bytes = static_cast<double>(size);
+  if (bytes != kbt::state_bytes(found, n) && bytes != kbt::state_bytes(found, n * n)) return KBT_E_BLOB_VALUE;
   *cfg = found;
   return KBT_OK;
 }

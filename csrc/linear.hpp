@@ -11,7 +11,8 @@ struct Linear {
   Posterior<T> w;
   T *z;    // rows x z_stride, means of the inputs with the constant 1 last and zeros behind
   T *F;    // U^T z of every row, from the forward pass
-  T *own;  // stride: z^T S_j z of every neuron, from a forward pass of one row
+  T *own;  // rows x rows x stride: z_a^T S_j z_b of every neuron, from the forward pass; not for several neurons of
+           // `full`
 
   using Wide = typename Posterior<T>::Wide;
   using Alone = typename Posterior<T>::Alone;
@@ -24,6 +25,7 @@ struct Linear {
     T *H;       // joint updates: the measurement rows in U coordinates
     T *Q;       // joint updates: their noise
     T *B;       // joint updates: compressed factor of Lambda
+    T *O;       // joint updates: orthonormal rows beside the compressed factor
   };
 
   // How many scalar steps one joint update of a group takes. Lambda over a group has at most rows * members dimensions,
@@ -47,6 +49,13 @@ struct Linear {
   Index B_count(Index rows, Index rank, bool fuse) const {
     const Index k = rows * w.members();
     return compressed(k, rank, fuse) ? k * k * w.width() : 0;
+  }
+
+  // O of the compression; where the noise among others is wanted, also its product with the noise and with each B_k^T.
+  Index O_count(Index rows, Index rank, bool fuse, bool separate) const {
+    const Index k = rows * w.members();
+    if (!compressed(k, rank, fuse)) return 0;
+    return (k * rank + (separate ? k * rank + k * k : 0)) * w.width();
   }
 
   // ---- forward -------------------------------------------------------------------------------------------------
@@ -109,7 +118,8 @@ struct Linear {
           for (Index b = 0; b <= a; ++b) {
             const Lanes<T> x = s.weighted(f + a * w.M1 * kLanes, f + b * w.M1 * kLanes);
             add_same(out, a, b, block, x);
-            if (rows == 1) lanes(own + block * kLanes) = x;
+            lanes(own + (a * rows + b) * w.stride + block * kLanes) = x;
+            lanes(own + (b * rows + a) * w.stride + block * kLanes) = x;
           }
         }
       }
@@ -138,14 +148,16 @@ struct Linear {
     }
   }
 
-  // w += Cov(w,u) r, S += Cov(w,u) Lambda Cov(u,w). `noise`, where the caller has it, is Q of METHOD section 5 without
-  // cancellation. Returns how many shares had to be floored.
+  // w += Cov(w,u) r, S += Cov(w,u) Lambda Cov(u,w). `noise`, where the caller has it (the last layer), is what the
+  // innovation holds beside these weights: I - B^T S_u B plus B^T (rest of S_u) B. From it comes Q of METHOD section 5
+  // as a sum of positive terms, where I - H S H^T would cancel for a small R. Returns how many shares had to be
+  // floored.
   int update(const Adjoint<T> &adjoint, bool fuse, const T *noise, const Work &work) {
     int floored = 0;
     if (w.structure == KBT_DIAGONAL) {
       floored = diagonal_update(adjoint, work);
     } else if (w.abreast) {
-      for (Index block = 0; block < w.groups(); ++block) floored += wide_update(block, adjoint, fuse, work);
+      for (Index block = 0; block < w.groups(); ++block) floored += wide_update(block, adjoint, fuse, noise, work);
     } else {
       for (Index g = 0; g < w.groups(); ++g) floored += alone_update(g, adjoint, fuse, noise, work);
     }
@@ -298,14 +310,17 @@ struct Linear {
     T *f = F + g * rows * members * M;
     if (members == 1) {
       for (Index a = 0; a < rows; ++a) s.project(z + a * w.z_stride, f + a * M);
-      if (rows == 1) {
-        own[g] = s.weighted(f, f);
-        out.same(0, 0, g) += own[g];
-        return;
+      for (Index a = 0; a < rows; ++a) {
+        for (Index b = 0; b <= a; ++b) {
+          const T x = s.weighted(f + a * M, f + b * M);
+          own[(a * rows + b) * w.stride + g] = own[(b * rows + a) * w.stride + g] = x;
+          out.same(a, b, g) += x;
+          if (a != b) out.same(b, a, g) += x;
+        }
       }
-    } else {
-      full_project(s, rows, f);
+      return;
     }
+    full_project(s, rows, f);
     for (Index i = 0; i < rows * members; ++i) {
       const Index start_i = i % members * w.M1;
       T *weighted = f + rows * members * M;  // one spare row behind F
@@ -397,14 +412,14 @@ struct Linear {
     return floored;
   }
 
-  int wide_update(Index block, const Adjoint<T> &adjoint, bool fuse, const Work &work) {
+  int wide_update(Index block, const Adjoint<T> &adjoint, bool fuse, const T *noise, const Work &work) {
     Wide s = w.wide(block);
     const typename Wide::Step step = step_of(s, work.step);
     T *f = F + block * adjoint.rows * w.M1 * kLanes;
     const Index lane = block * kLanes;
     if (adjoint.rows > 1) {
       return joint_update(
-          s, f, adjoint.rows, adjoint, fuse, nullptr, step, work,
+          s, f, adjoint.rows, adjoint, fuse, noise, lane, step, work,
           [&](Index column, Index a) {
             return Lanes<T>(lanes(adjoint.data + (column * adjoint.rows + a) * adjoint.stride + lane));
           },
@@ -421,7 +436,15 @@ struct Linear {
       lambda += adjoint.signs[k] * b * b;
     }
     const Lanes<T> r = lanes(adjoint.r(0) + lane);
-    const Lanes<T> share = Wide::at_least(T(1) - lambda * lanes(own + lane), smallest_share<T>(), floored);
+    Lanes<T> left = T(1) - lambda * lanes(own + lane);
+    if (noise != nullptr) {
+      compress<Wide>(work.B, work.O, 1, adjoint.rank, [&](Index column, Index) {
+        return Lanes<T>(lanes(adjoint.data + column * adjoint.stride + lane));
+      });
+      noise_among_others<Wide>(lane, adjoint, noise, work);
+      left = lanes(work.Q);
+    }
+    const Lanes<T> share = Wide::at_least(left, smallest_share<T>(), floored);
     s.rank_one(f, lambda, share, !fuse, step);
     for (Index p = 0; p < w.M1; ++p) lanes(w.mean + p * w.stride + lane) += lanes(step.b + p * kLanes) * r;
     return floored;
@@ -439,7 +462,7 @@ struct Linear {
     };
     if (dimensions > 1) {
       return joint_update(
-          s, f, dimensions, adjoint, fuse, noise, step, work,
+          s, f, dimensions, adjoint, fuse, noise, g, step, work,
           [&](Index column, Index i) {
             return adjoint.data[(column * adjoint.rows + i / members) * adjoint.stride + g + i % members];
           },
@@ -448,7 +471,15 @@ struct Linear {
     int floored = 0;
     T lambda = T(0);
     for (Index k = 0; k < adjoint.rank; ++k) lambda += adjoint.signs[k] * adjoint.B(k, 0)[g] * adjoint.B(k, 0)[g];
-    const T left = noise != nullptr ? adjoint.signs[0] * noise[0] : T(1) - lambda * own[g];
+    T left = T(1) - lambda * own[g];
+    if (noise != nullptr && adjoint.rank == 1) {
+      left = adjoint.signs[0] * *noise;
+    } else if (noise != nullptr) {
+      compress<Alone>(work.B, work.O, 1, adjoint.rank,
+                      [&](Index column, Index) { return adjoint.data[column * adjoint.stride + g]; });
+      noise_among_others<Alone>(g, adjoint, noise, work);
+      left = *work.Q;
+    }
     const T share = Alone::at_least(left, smallest_share<T>(), floored);
     s.rank_one(f, lambda, share, !fuse, step);
     add_gain(step.b, adjoint.r(0)[g]);
@@ -462,14 +493,15 @@ struct Linear {
   // of a column of B, for the neurons of this group.
   template <class Factor, class AdjointAt, class AddGain>
   int joint_update(Factor &s, const T *f, Index dimensions, const Adjoint<T> &adjoint, bool fuse, const T *noise,
-                   const typename Factor::Step &step, const Work &work, AdjointAt adjoint_at, AddGain add_gain) {
+                   Index first, const typename Factor::Step &step, const Work &work, AdjointAt adjoint_at,
+                   AddGain add_gain) {
     using Value = typename Factor::Value;
     const Index M = s.M, length = M * Factor::kWidth;
     int floored = 0;
 
-    const bool compress = compressed(dimensions, adjoint.rank, fuse);
-    const Index count = compress ? dimensions : adjoint.rank;
-    const bool single = count == 1 && !compress && adjoint.rho != nullptr;  // its step computes the gain of the mean
+    const bool shorter = compressed(dimensions, adjoint.rank, fuse);
+    const Index count = shorter ? dimensions : adjoint.rank;
+    const bool single = count == 1 && !shorter && adjoint.rho != nullptr;  // its step computes the gain of the mean
     if (!single) {
       T *sum = work.vector;
       fill(sum, T(0), length);
@@ -480,29 +512,30 @@ struct Linear {
       s.gain(sum, step.b);
       add_gain(step.b, T(1));
     }
-    if (compress) compress_factor<Factor>(work.B, dimensions, adjoint.rank, adjoint_at);
+    if (shorter) compress<Factor>(work.B, work.O, dimensions, adjoint.rank, adjoint_at);
     T *H = work.H;
     fill(H, T(0), count * length);
     for (Index k = 0; k < count; ++k) {
       for (Index i = 0; i < dimensions; ++i) {
-        const Value b = compress ? Value(Factor::at(work.B, i * dimensions + k)) : adjoint_at(k + 1, i);
+        const Value b = shorter ? Value(Factor::at(work.B, i * dimensions + k)) : adjoint_at(k + 1, i);
         for (Index q = 0; q < M; ++q) Factor::at(H + k * length, q) += Factor::at(f + i * length, q) * b;
       }
     }
 
     T *Q = work.Q;
-    for (Index i = 0; i < count; ++i) {
+    if (noise != nullptr && shorter) noise_among_others<Factor>(first, adjoint, noise, work);
+    for (Index i = 0; i < count && !(noise != nullptr && shorter); ++i) {
       for (Index k = 0; k <= i; ++k) {
         if (noise != nullptr) {
           Factor::at(Q, i * count + k) = Factor::constant(noise[i * count + k]);
         } else {
-          const T sign = compress ? T(1) : adjoint.signs[i];
+          const T sign = shorter ? T(1) : adjoint.signs[i];
           Factor::at(Q, i * count + k) = T(i == k) * sign - s.weighted(H + i * length, H + k * length);
         }
       }
     }
     for (Index k = 0; k < count; ++k) {  // Q = L diag(q) L^T in place, and H <- L^-1 H on the way
-      const T sign = compress ? T(1) : adjoint.signs[k];
+      const T sign = shorter ? T(1) : adjoint.signs[k];
       const Value pivot = sign * Factor::at_least(sign * Factor::at(Q, k * count + k), smallest_share<T>(), floored);
       Factor::at(Q, k * count + k) = pivot;
       for (Index i = k + 1; i < count; ++i) {
@@ -516,7 +549,7 @@ struct Linear {
       }
     }
     for (Index k = 0; k < count; ++k) {
-      const T sign = compress ? T(1) : adjoint.signs[k];
+      const T sign = shorter ? T(1) : adjoint.signs[k];
       s.rank_one(H + k * length, Factor::constant(sign), sign * Factor::at(Q, k * count + k), !fuse, step);
       for (Index i = k + 1; i < count; ++i) s.advance(H + i * length, step);
     }
@@ -524,26 +557,88 @@ struct Linear {
     return floored;
   }
 
-  // Lower triangular C with C C^T = B B^T, null directions skipped.
-  template <class Factor, class AdjointAt>
-  static void compress_factor(T *C, Index dimensions, Index rank, AdjointAt adjoint_at) {
+  // Q of a neuron that stands apart from the others of the last layer, into work.Q. With B_j = C O, where C (in work.B)
+  // is the compressed factor and the rows of O are orthonormal, I - C^T G_j C = O (noise + sum_{k != j} B_k^T G_k B_k)
+  // O^T, with G_k = `own` of neuron k: positive terms only. `first` is the neuron, or the one in lane 0.
+  template <class Factor>
+  void noise_among_others(Index first, const Adjoint<T> &adjoint, const T *noise, const Work &work) const {
     using Value = typename Factor::Value;
-    for (Index i = 0; i < dimensions; ++i) {
-      for (Index j = 0; j < dimensions; ++j) Factor::at(C, i * dimensions + j) = Factor::constant(T(0));
-      for (Index j = 0; j <= i; ++j) {
+    const Index y = adjoint.rows, r = adjoint.rank, size = y * r * Factor::kWidth;
+    const T *C = work.B, *O = work.O;
+    T *Q = work.Q, *X = work.O + size, *Y = X + size;
+    for (Index i = 0; i < y; ++i) {  // Q = O noise O^T, and 1 in null directions
+      for (Index c = 0; c < r; ++c) {
         Value sum = Factor::constant(T(0));
-        for (Index k = 1; k <= rank; ++k) sum += adjoint_at(k, i) * adjoint_at(k, j);
-        const Value whole = sum;
-        for (Index k = 0; k < j; ++k) sum -= Factor::at(C, i * dimensions + k) * Factor::at(C, j * dimensions + k);
-        if (j < i) {
-          Factor::at(C, i * dimensions + j) = divide_or_zero(sum, Value(Factor::at(C, j * dimensions + j)));
-        } else {
-          Factor::at(C, i * dimensions + i) = root_or_zero(sum, whole, T(dimensions) * smallest_share<T>());
+        for (Index e = 0; e < r; ++e) sum += Factor::at(O, i * r + e) * noise[e * r + c];
+        Factor::at(X, i * r + c) = sum;
+      }
+      for (Index k = 0; k <= i; ++k) {
+        Value sum = Factor::constant(T(0));
+        for (Index c = 0; c < r; ++c) sum += Factor::at(X, i * r + c) * Factor::at(O, k * r + c);
+        Factor::at(Q, i * y + k) = sum;
+      }
+      Factor::at(Q, i * y + i) += one_if_zero(Value(Factor::at(C, i * y + i)));
+    }
+    for (Index m = 0; m < w.n; ++m) {
+      Value others = Factor::constant(T(1));  // 0 for the neuron itself
+      if constexpr (Factor::kWidth == 1) {
+        if (m == first) continue;
+      } else {
+        if (m >= first && m < first + kLanes) others[m - first] = T(0);
+      }
+      for (Index i = 0; i < y; ++i) {
+        for (Index a = 0; a < y; ++a) {
+          Value sum = Factor::constant(T(0));
+          for (Index c = 0; c < r; ++c) sum += Factor::at(O, i * r + c) * adjoint.B(c, a)[m];
+          Factor::at(Y, i * y + a) = sum;
+        }
+      }
+      for (Index i = 0; i < y; ++i) {
+        for (Index k = 0; k <= i; ++k) {
+          Value sum = Factor::constant(T(0));
+          for (Index a = 0; a < y; ++a) {
+            for (Index b = 0; b < y; ++b) {
+              sum += Factor::at(Y, i * y + a) * own[(a * y + b) * w.stride + m] * Factor::at(Y, k * y + b);
+            }
+          }
+          Factor::at(Q, i * y + k) += sum * others;
         }
       }
     }
   }
 
+  // B_j = C O with C lower triangular and the rows of O orthonormal (modified Gram-Schmidt), so that C C^T = B_j B_j^T
+  // has lost no digits to squaring. Null directions are zero in both.
+  template <class Factor, class AdjointAt>
+  static void compress(T *C, T *O, Index dimensions, Index rank, AdjointAt adjoint_at) {
+    using Value = typename Factor::Value;
+    const auto inner = [&](Index i, Index k) {
+      Value sum = Factor::constant(T(0));
+      for (Index c = 0; c < rank; ++c) sum += Factor::at(O, i * rank + c) * Factor::at(O, k * rank + c);
+      return sum;
+    };
+    for (Index i = 0; i < dimensions; ++i) {
+      for (Index c = 0; c < rank; ++c) Factor::at(O, i * rank + c) = adjoint_at(c + 1, i);
+      const Value whole = inner(i, i);
+      for (Index k = 0; k < dimensions; ++k) {
+        const Value part = k < i ? inner(i, k) : Factor::constant(T(0));
+        Factor::at(C, i * dimensions + k) = part;
+        for (Index c = 0; k < i && c < rank; ++c) Factor::at(O, i * rank + c) -= part * Factor::at(O, k * rank + c);
+      }
+      const Value root = root_or_zero(inner(i, i), whole, T(rank) * smallest_share<T>() * smallest_share<T>());
+      Factor::at(C, i * dimensions + i) = root;
+      for (Index c = 0; c < rank; ++c) {
+        Factor::at(O, i * rank + c) = divide_or_zero(Value(Factor::at(O, i * rank + c)), root);
+      }
+    }
+  }
+
+  static T one_if_zero(T x) { return x > T(0) ? T(0) : T(1); }
+  static Lanes<T> one_if_zero(const Lanes<T> &x) {
+    Lanes<T> out;
+    for (Index l = 0; l < kLanes; ++l) out[l] = one_if_zero(x[l]);
+    return out;
+  }
   static T divide_or_zero(T x, T y) { return y > T(0) ? x / y : T(0); }
   static T root_or_zero(T x, T whole, T share) { return x > whole * share ? std::sqrt(x) : T(0); }
   static Lanes<T> divide_or_zero(const Lanes<T> &x, const Lanes<T> &y) {

@@ -280,7 +280,7 @@ struct Factors {
       at(v, q) = vq;
       at(k, q) = lf * inverse;
       inverse = T(1) / after;
-      at(diagonal, q) = dq * (before * inverse);
+      at(diagonal, q) = dq * (before / after);  // not before * inverse: over 10^6 steps that rounding adds up
       before = after;
     }
   }

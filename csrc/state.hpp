@@ -190,6 +190,21 @@ inline bool same_config(const kbt_config &a, const kbt_config &b) {
   return std::memcmp(bytes[0], bytes[1], first.used()) == 0;
 }
 
+// Bytes of a state with this configuration and this many numbers of noise, as a double: absurd sizes cannot wrap.
+inline double state_bytes(const kbt_config &cfg, double noise_count) {
+  const double real = cfg.dtype == KBT_FLOAT64 ? 8.0 : 4.0;
+  Writer config(nullptr);
+  write_config(config, cfg);
+  double numbers = noise_count;
+  for (int i = 0; i < cfg.layers; ++i) {
+    const double n = cfg.widths[i + 1], m = cfg.widths[i] + 1.0;
+    const double M = cfg.covariance == KBT_FULL ? n * m : m, matrices = cfg.covariance == KBT_FULL ? 1.0 : n;
+    numbers += n * m + matrices * (cfg.covariance == KBT_DIAGONAL ? M : M * (M + 1.0) / 2.0);
+  }
+  return static_cast<double>(kHeaderBytes + config.used() + sizeof(std::uint64_t) + sizeof(std::int32_t)) +
+         real * numbers;
+}
+
 // Two passes over the same bytes: the first only judges, the second writes.
 template <class T>
 kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size) {
@@ -203,9 +218,9 @@ kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size
     const auto samples = in.integer<std::uint64_t>();
     const Index count = in.i32(), n = head.outputs();
     if (count != n && !(count == n * n && cfg.noise == KBT_NOISE_CONSTANT)) return KBT_E_BLOB_VALUE;
-    T *noise = head.noise_scratch();
+    T *noise = head.noise_candidate();
     for (Index i = 0; i < count; ++i) in.real(noise[i]);
-    if (!Head<T>::noise_valid(noise, count, n)) return KBT_E_BLOB_VALUE;
+    if (!commit && !head.noise_valid(noise, count)) return KBT_E_BLOB_VALUE;
     for (Index i = 0; i < n; ++i) {
       if (noise[count == n ? i : i * n + i] < T(kNoiseFloor)) return KBT_E_BLOB_VALUE;
     }

@@ -12,9 +12,19 @@ from kbt_edge.errors import DtypeError, NumericsError, RangeError, ShapeError
 Array = npt.NDArray[Any]
 
 
+def plain_array(name: str, value: object) -> Array:
+    """``value`` as an array of whatever dtype it has."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise DtypeError(f"{name}: expected a plain array, got a masked array")
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise DtypeError(f"{name}: expected an array of numbers, got {type(value).__name__} ({error})") from None
+
+
 def real_array(name: str, value: object, dtype: npt.DTypeLike) -> Array:
     """A C-contiguous, finite array of ``dtype``. Integers and other float widths are converted, nothing else is."""
-    given = _as_array(name, value)
+    given = plain_array(name, value)
     if given.dtype.kind not in "fiu" or given.dtype.hasobject:
         raise DtypeError(f"{name}: expected real numbers, got an array of dtype {given.dtype}")
     _check_finite(name, given)
@@ -22,35 +32,28 @@ def real_array(name: str, value: object, dtype: npt.DTypeLike) -> Array:
         array = np.ascontiguousarray(given, dtype=dtype).reshape(given.shape)  # ascontiguousarray makes 0-d into 1-d
     if not np.isfinite(array).all():
         worst = given.flat[int(np.argmax(~np.isfinite(array)))]
-        raise NumericsError(f"{name}: {worst!r} does not fit into {np.dtype(dtype).name}")
-    if not array.flags.aligned:
-        array = array.copy()
-    return array
+        raise NumericsError(f"{name}: expected numbers that fit into {np.dtype(dtype).name}, got {worst}")
+    return _aligned(array)
 
 
 def labels_array(name: str, value: object, classes: int) -> npt.NDArray[np.int32]:
     """Class labels as int32, each within 0..classes-1."""
-    given = _as_array(name, value)
+    given = plain_array(name, value)
     if given.dtype.kind not in "iu":
         raise DtypeError(f"{name}: expected integer class labels, got an array of dtype {given.dtype}")
     outside = (given < 0) | (given >= classes)
     if outside.any():
         bad = given[outside].flat[0]
         raise RangeError(f"{name}: expected class labels in 0..{classes - 1}, got {bad}")
-    return np.ascontiguousarray(given, dtype=np.int32).reshape(given.shape)
+    return _aligned(np.ascontiguousarray(given, dtype=np.int32).reshape(given.shape))
 
 
 def shape_error(name: str, expected: str, array: Array) -> ShapeError:
     return ShapeError(f"{name}: expected shape {expected}, got {array.shape}")
 
 
-def _as_array(name: str, value: object) -> Array:
-    if isinstance(value, np.ma.MaskedArray):
-        raise DtypeError(f"{name}: expected a plain array, got a masked array")
-    try:
-        return np.asarray(value)
-    except (ValueError, TypeError) as error:
-        raise DtypeError(f"{name}: expected an array of numbers, got {type(value).__name__} ({error})") from None
+def _aligned(array: Array) -> Array:
+    return array if array.flags.aligned else array.copy()
 
 
 def _check_finite(name: str, array: Array) -> None:

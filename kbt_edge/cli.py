@@ -43,6 +43,7 @@ class Command(Protocol):
 # name: (where its Command is, what it does)
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "demo": ("kbt_edge.studies.demo:Demo", "show a policy learn a changed plant: the cart-pole, sample by sample"),
+    "demo tokens": ("kbt_edge.studies.tokens:Demo", "show a token model learn a changed rule, against retraining"),
     "export": ("kbt_edge.cli:Export", "turn a torch model into a bundle"),
     "inspect": ("kbt_edge.cli:Inspect", "show what is in a bundle"),
 }
@@ -50,6 +51,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
+    if " ".join(argv[:2]) in COMMANDS:  # a command of two words
+        argv[:2] = [" ".join(argv[:2])]
     parser = argparse.ArgumentParser(prog="kbt-edge", description="A pre-trained transformer that keeps learning.")
     parser.add_argument("--version", action="version", version=f"kbt-edge {_version()}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

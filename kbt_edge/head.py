@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from kbt_edge import _core
-from kbt_edge._arrays import Array, labels_array, real_array, shape_error
+from kbt_edge._arrays import Array, labels_array, plain_array, real_array, shape_error
 from kbt_edge._files import read_bounded, write_atomic
 from kbt_edge.errors import BundleError, DtypeError, KbtError, NumericsError, RangeError, ShapeError
 
@@ -34,7 +34,15 @@ _STATUS_ERRORS: dict[int, type[KbtError]] = {
     9: RangeError,
     10: RangeError,
     11: RangeError,
-    **dict.fromkeys(range(13, 19), BundleError),
+}
+_E_SIZE = 4
+_BLOB_ERRORS = {
+    13: "one that ends too early",
+    14: "something that is no state blob",
+    15: "one of a newer format than this version reads",
+    16: "a damaged one: its checksum is wrong",
+    17: "one of another configuration",
+    18: "one with values that no head can have",
 }
 
 
@@ -185,7 +193,7 @@ class Head:
         """A head whose prior means are given: one (n, m + 1) array per layer, bias in the last column."""
         head = cls.__new__(cls)
         head._dtype = _dtype(dtype)
-        arrays = [real_array(f"means[{i}]", mean, head._dtype) for i, mean in enumerate(means)]
+        arrays = [real_array(f"means[{i}]", mean, head._dtype) for i, mean in enumerate(_sequence("means", means))]
         if not arrays:
             raise ShapeError("means: expected at least one layer, got none")
         widths = [arrays[0].shape[1] - 1 if arrays[0].ndim == 2 else 0]
@@ -215,6 +223,8 @@ class Head:
         y          (d_o,) or (rows, d_o) like ``h``; for softmax also integer class labels, one per row
         noise_var  observation noise of this sample, instead of the head's own
         """
+        if h is None:
+            raise DtypeError("h: expected an array of numbers, got None")
         return self._learn(h, y, noise_var)
 
     def observe(self, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
@@ -316,7 +326,7 @@ class Head:
         head = cls.__new__(cls)
         if isinstance(config, int):
             head._refused(config)
-        head._core = _core.Core(config)
+        head._core = _allocated(config, BundleError)
         head._dtype = np.dtype(_DTYPES[config.dtype])
         head.restore(blob)
         return head
@@ -336,7 +346,7 @@ class Head:
         except BundleError as error:
             if os.fspath(path) in str(error):
                 raise
-            raise BundleError(f"{os.fspath(path)}: {error}", error.status) from None
+            raise BundleError(f"{os.fspath(path)}: {str(error).removeprefix('blob: ')}", error.status) from None
 
     def __copy__(self) -> Head:
         return Head.from_bytes(self.to_bytes())
@@ -380,27 +390,27 @@ class Head:
         config.prior_var = _per_layer("prior_var", prior_var, len(widths) - 1)
         config.input_var = _number("input_var", input_var, 0.0, 1e12)
         config.forgetting = _number("forgetting", forgetting, 1e-3, 1.0)
-        config.gate = 0.0 if gate is None else _number("gate", gate, 1e-300, np.inf)
+        config.gate = 0.0 if gate is None else _number("gate", gate, 1e-300, 1e300)
         if output == "softmax" and widths[-1] < 2:
-            raise RangeError(f"output: softmax needs at least 2 outputs, got {widths[-1]}")
+            raise RangeError(f"output: expected at least 2 outputs for a softmax, got {widths[-1]}")
         if output == "softmax" and rule == "replace":
-            raise RangeError(
-                "rule: expected 'fuse' for a softmax output; 'replace' diverges there within tens of samples"
-            )
+            raise RangeError("rule: expected 'fuse' for a softmax, where 'replace' soon diverges, got 'replace'")
         if noise == "adaptive" and (output != "gaussian" or rule != "fuse"):
-            raise RangeError(f"noise: 'adaptive' needs output='gaussian' and rule='fuse', got {output!r} and {rule!r}")
+            raise RangeError(
+                f"noise: expected a gaussian output and the rule 'fuse' for 'adaptive', got {output!r}, {rule!r}"
+            )
         if noise == "multinomial" and output != "softmax":
-            raise RangeError(f"noise: 'multinomial' needs output='softmax', got {output!r}")
+            raise RangeError(f"noise: expected a softmax output for 'multinomial', got {output!r}")
         variances = self._noise("noise_var", noise_var, widths[-1], matrix_allowed=noise == "constant")
-        config.noise_var = float(variances[0]) if variances.size == 1 else 0.0
+        config.noise_var = float(variances.flat[0]) if variances.size == 1 else 0.0
         status, field = config.check()
+        if status == _E_SIZE:
+            raise RangeError(
+                f"hidden, max_rows: expected a head that fits into memory, got {widths}, {max_rows}", status
+            )
         if status:
-            raise RangeError(f"{field}: {_core.status_str(status)} (widths {widths}, max_rows {max_rows})", status)
-        try:
-            self._core = _core.Core(config)
-        except MemoryError:
-            size = config.arena_bytes()
-            raise RangeError(f"hidden, max_rows: this head needs {size} bytes, more than there is", 4) from None
+            raise RangeError(f"{field}: expected another value, got one that the core refuses", status)
+        self._core = _allocated(config, RangeError)
         if noise != "multinomial":
             self._must(self._core.set_noise(variances))
 
@@ -420,12 +430,13 @@ class Head:
         one_row = self._core.one_row if h is None else h.ndim == 1
         rows = () if one_row else (self._core.predicted_rows if h is None else h.shape[0],)
         expected = (*rows, self.d_o)
-        given = np.asarray(y)
-        if self._core.config.output == 1 and given.dtype.kind in "iu" and given.shape != expected:
-            labels = labels_array("y", y, self.d_o)
-            if labels.shape != rows:
-                raise shape_error("y", f"{rows} class labels or {expected} probabilities", labels)
-            return labels.reshape(max(1, labels.size))
+        if self._core.config.output == 1:
+            given = plain_array("y", y)
+            if given.dtype.kind in "iu" and given.shape != expected:
+                labels = labels_array("y", y, self.d_o)
+                if labels.shape != rows:
+                    raise shape_error("y", f"{rows} class labels or {expected} probabilities", labels)
+                return labels
         array = real_array("y", y, self._dtype)
         if array.shape != expected:
             raise shape_error("y", str(expected), array)
@@ -433,6 +444,9 @@ class Head:
 
     def _noise(self, name: str, value: npt.ArrayLike, d_o: int = 0, matrix_allowed: bool = True) -> Array:
         n = d_o or self.d_o
+        if not d_o and self._core.config.noise == 2:
+            raise RangeError(f"{name}: expected none, as noise='multinomial' needs none, got one")
+        matrix_allowed = matrix_allowed and (bool(d_o) or self._core.config.noise == 0)
         array = real_array(name, value, self._dtype)
         shapes: list[tuple[int, ...]] = [(), (1,), (n,)] + ([(n, n)] if matrix_allowed else [])
         if array.shape not in shapes:
@@ -445,6 +459,7 @@ class Head:
                 raise RangeError(f"{name}: expected a symmetric matrix, got one that differs from its transpose")
             if n > 1 and np.linalg.eigvalsh(array.astype(np.float64)).min() < -1e-6 * variances.max():
                 raise RangeError(f"{name}: expected a positive semi-definite matrix, got a negative eigenvalue")
+            return array
         return array.reshape(-1)
 
     def _must(self, status: int) -> None:
@@ -461,8 +476,6 @@ class Head:
             self._rows_of_h(arguments["h"])  # type: ignore[arg-type]
         if status == 9 and arguments.get("noise_var") is not None:
             self._noise("noise_var", arguments["noise_var"])  # type: ignore[arg-type]
-            if self._core.config.noise == 2:
-                raise RangeError("noise_var: a head with noise='multinomial' takes no noise_var, got one", status)
         if status == 10:
             raise RangeError(
                 "y: expected class labels, or rows of probabilities that sum to 1, got something else", status
@@ -475,9 +488,20 @@ class Head:
                 for name, value in arguments.items()
                 if value is not None
             )
-            raise NumericsError(f"{', '.join(arguments)}: the result would not be finite (got {sizes})", status)
-        kind = _STATUS_ERRORS.get(status, KbtError)
-        raise kind(_core.status_str(status), status)
+            names = ", ".join(name for name, value in arguments.items() if value is not None)
+            raise NumericsError(f"{names}: expected numbers with a finite result, got {sizes}", status)
+        if status in _BLOB_ERRORS:
+            raise BundleError(f"blob: expected the state of a head, got {_BLOB_ERRORS[status]}", status)
+        raise _STATUS_ERRORS.get(status, KbtError)(_core.status_str(status), status)
+
+
+def _allocated(config: _core.Config, error: type[KbtError]) -> _core.Core:
+    try:
+        return _core.Core(config)
+    except MemoryError:
+        size, shape = config.arena_bytes(), f"widths {config.widths}, max_rows {config.max_rows}"
+        message = f"hidden, max_rows: expected a head that fits into memory, got one of {size} bytes ({shape})"
+        raise error(message, _E_SIZE) from None
 
 
 def _dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
@@ -512,17 +536,23 @@ def _number(name: str, value: object, low: float, high: float) -> float:
     return float(value)
 
 
+def _sequence(name: str, value: object) -> list[Any]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise DtypeError(f"{name}: expected a sequence, got {value!r}")
+    return list(value)
+
+
 def _per_layer(name: str, value: float | Sequence[float], layers: int) -> list[float]:
     if isinstance(value, (int, float, np.integer, np.floating)):
         return [_number(name, value, 1e-30, 1e12)] * layers
-    values = [_number(f"{name}[{i}]", x, 1e-30, 1e12) for i, x in enumerate(value)]
+    values = [_number(f"{name}[{i}]", x, 1e-30, 1e12) for i, x in enumerate(_sequence(name, value))]
     if len(values) != layers:
         raise ShapeError(f"{name}: expected one number or one per layer ({layers}), got {len(values)}")
     return values
 
 
 def _widths(hidden: Sequence[int], at_least: int) -> list[int]:
-    widths = [_integer(f"hidden[{i}]", n, 1, 1 << 20) for i, n in enumerate(hidden)]
+    widths = [_integer(f"hidden[{i}]", n, 1, 1 << 20) for i, n in enumerate(_sequence("hidden", hidden))]
     for i, n in enumerate(widths):
         if n < at_least:
             raise RangeError(f"hidden[{i}]: expected at least 2 d = {at_least} neurons for the copies of h, got {n}")

@@ -1,0 +1,90 @@
+"""A million float32 updates end where float64 ends, with nothing non-finite and no negative variance on the way."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cabi import TESTS, LayerState, build_with_installed, compiler, parse_state, run
+
+SCENARIOS = ("correlated", "steady", "floor", "outliers")
+UPDATES = 1_000_000
+# (covariance, layers, outputs, updates): heads 4 -> outputs and 4 -> 8 -> outputs. `full` costs most and runs less.
+HEADS = [
+    ("neuron", 1, 1, UPDATES),
+    ("neuron", 1, 2, UPDATES),
+    ("neuron", 2, 1, UPDATES),
+    ("diagonal", 2, 1, UPDATES),
+    ("full", 2, 1, UPDATES // 10),
+]
+CASES = [(scenario, *head) for scenario in SCENARIOS for head in HEADS]
+Case = tuple[str, str, int, int, int]
+# A joint two-layer posterior thrown off by 10^6 is sensitive in itself: inputs that differ by 1e-7 in the first ten
+# samples alone move its float64 trace by 3e-4. There only finiteness and sign are promised.
+SENSITIVE = ("outliers", "full", 2, 1)
+
+
+@dataclass
+class Layer:
+    """Trace and log-determinant of one layer's covariance as (float32, float64), and float32's smallest entry of D."""
+
+    trace: tuple[float, float]
+    logdet: tuple[float, float]
+    smallest: float
+
+    def __str__(self) -> str:
+        (t32, t64), (l32, l64) = self.trace, self.logdet
+        figures = f"trace {t32:.4e} ({t32 / t64 - 1:+.1e})", f"logdet {l32:.3f} ({l32 / l64 - 1:+.1e})"
+        return ", ".join((*figures, f"smallest D {self.smallest:.1e}"))
+
+    def agrees(self) -> bool:
+        (t32, t64), (l32, l64) = self.trace, self.logdet
+        return abs(t32 - t64) <= 0.05 * t64 and abs(l32 - l64) <= 0.05 * abs(l64)
+
+
+def build(folder: Path) -> Path | None:
+    """The driver, linked against the installed library; None where there is no C compiler."""
+    cc = compiler("cc", "gcc", "clang")
+    return build_with_installed(cc, TESTS / "stability.c", folder / "stability") if cc else None
+
+
+def simulate(driver: Path, scenario: str, covariance: str, layers: int, outputs: int, updates: int) -> list[Layer]:
+    """Runs one scenario. Raises if the driver met anything refused, non-finite or negative."""
+    file = driver.with_name(f"{scenario}-{covariance}-{layers}-{outputs}")
+    run(driver, scenario, covariance, layers, outputs, updates, file)
+    single, double = (parse_state(Path(f"{file}.{dtype}").read_bytes()) for dtype in ("float32", "float64"))
+    assert single.samples == double.samples == updates
+    return [
+        Layer((trace(a), trace(b)), (logdet(a), logdet(b)), float(a.D.min()))
+        for a, b in zip(single.layers, double.layers, strict=True)
+    ]
+
+
+def trace(layer: LayerState) -> float:
+    return float(np.einsum("gpq,gq->", layer.U**2, layer.D))
+
+
+def logdet(layer: LayerState) -> float:
+    return float(np.log(layer.D).sum())  # U has determinant 1
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Layer]]:
+    driver = build(tmp_path_factory.mktemp("stability"))
+    if driver is None:
+        pytest.skip("no C compiler")
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(CASES, pool.map(lambda case: simulate(driver, *case), CASES), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:4])))
+def test_float32_ends_where_float64_ends(case: Case, results: dict[Case, list[Layer]]) -> None:
+    for i, layer in enumerate(results[case]):
+        print(f"{' '.join(map(str, case))} layer {i}: {layer}")
+        assert layer.smallest >= 0
+        assert np.isfinite([*layer.trace, *layer.logdet]).all()
+        if case[:4] != SENSITIVE:
+            assert layer.agrees()

@@ -1,0 +1,42 @@
+/* cost.c - learns a number of samples and nothing else, to be counted by callgrind.
+ *
+ *   cost <covariance> <d> <hidden> <updates>     a d -> hidden -> 1 gaussian float32 head
+ */
+#include <stdlib.h>
+
+#include "kbt.h"
+
+enum { MAX_D = 1024 };
+
+int main(int argc, char **argv) {
+  static float weight[MAX_D], h[MAX_D];
+  const float bias = 0.0F;
+  kbt_config cfg;
+  kbt_head *head;
+  size_t bytes;
+  void *arena;
+  long update, updates;
+  int d, i;
+  if (argc != 5) return 2;
+  d = atoi(argv[2]);
+  updates = atol(argv[4]);
+  if (d < 1 || d > MAX_D) return 2;
+  kbt_config_default(&cfg, d, 1);
+  cfg.covariance = atoi(argv[1]);
+  cfg.layers = 2;
+  cfg.widths[1] = atoi(argv[3]);
+  cfg.widths[2] = 1;
+  cfg.prior_var[0] = 1e-5;
+  bytes = kbt_arena_bytes(&cfg);
+  arena = bytes != 0 ? aligned_alloc(KBT_ARENA_ALIGN, bytes) : NULL;
+  if (arena == NULL || kbt_init(&cfg, arena, bytes, &head) != KBT_OK) return 3;
+  for (i = 0; i < d; ++i) weight[i] = 0.1F * (float)(i % 16);
+  if (kbt_set_prior(head, weight, &bias, 0) != KBT_OK) return 3;
+  for (update = 0; update < updates; ++update) {
+    float y;
+    for (i = 0; i < d; ++i) h[i] = (float)((update * 7 + i * 13) % 17) / 8.0F - 1.0F;
+    y = h[d / 2];
+    if (kbt_update(head, h, 1, &y, NULL, 0, NULL) != KBT_OK) return 4;
+  }
+  return 0;
+}

@@ -1,0 +1,145 @@
+"""How many instructions one update takes, counted by valgrind's callgrind, and how they grow with the head.
+
+    python tools/cost.py [--json] [--quick]
+
+Counts are exact and repeatable, whatever else the machine does. Each is the difference of two runs of different length,
+so that start-up does not count. Exits with 1 when a budget is exceeded, with 2 when a tool is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from cabi import CSRC, build_core, compiler, run
+
+X86_64 = platform.machine() in ("x86_64", "AMD64")
+STRUCTURES = {"full": 0, "neuron": 1, "diagonal": 2}
+BUDGET = {"neuron": 30_000, "full": 1_500_000}  # instructions of one update, 16 -> 32 -> 1 float32, default build
+LARGEST_EXPONENT = 1.1
+# d -> 2d -> 1. The factors of `full` grow with d^4 and would fill gigabytes at d = 128, so its sweep ends at 32.
+SWEEP = {"neuron": (8, 16, 32, 64, 128), "full": (8, 12, 16, 24, 32), "diagonal": (8, 16, 32, 64, 128)}
+
+
+def factors(structure: str, d: int) -> int:
+    """Stored numbers of D and U of a d -> 2d -> 1 head."""
+    total = 0
+    for n, m in ((2 * d, d + 1), (1, 2 * d + 1)):
+        if structure == "diagonal":
+            total += n * m
+        else:
+            matrices, M = (1, n * m) if structure == "full" else (n, m)
+            total += matrices * M * (M + 1) // 2
+    return total
+
+
+def instructions(driver: Path, structure: str, d: int, updates: int) -> int:
+    """Instructions of one update, averaged over ``updates`` of them."""
+    counts = []
+    for length in (updates, 2 * updates):
+        command = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", str(driver),
+                   str(STRUCTURES[structure]), str(d), str(2 * d), str(length)]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        found = re.search(r"Collected : (\d+)", done.stderr)
+        if done.returncode != 0 or found is None:
+            raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr}")
+        counts.append(int(found.group(1)))
+    return round((counts[1] - counts[0]) / updates)
+
+
+def build(folder: Path, name: str) -> Path:
+    """The driver with the core as CMakeLists.txt builds it ("default"), or for the oldest machines ("baseline")."""
+    cxx, cc = compiler("g++", "c++", "clang++"), compiler("gcc", "cc", "clang")
+    assert cxx is not None
+    assert cc is not None
+    if name == "default" and X86_64:  # a second engine for AVX2, chosen at run time
+        core = [
+            build_core(cxx, ("-O3", "-DKBT_AVX2"), folder / "default.o"),
+            build_core(cxx, ("-O3", "-DKBT_AVX2", "-mavx2"), folder / "avx2.o", "engine_avx2.cpp"),
+        ]
+    else:
+        core = [build_core(cxx, ("-O3",), folder / f"{name}.o")]
+    driver = Path(__file__).with_name("cost.c")
+    run(cc, "-std=c11", "-O2", f"-I{CSRC}", driver, *core, "-lm", "-o", folder / name)
+    return folder / name
+
+
+def measure(folder: Path, quick: bool) -> dict[str, Any]:
+    builds = ("default", "baseline")
+    with ThreadPoolExecutor(2) as pool:
+        drivers = dict(zip(builds, pool.map(lambda name: build(folder, name), builds), strict=True))
+    heads = {
+        structure: {name: instructions(driver, structure, 16, 20) for name, driver in drivers.items()}
+        for structure in STRUCTURES
+    }
+    sweeps = {}
+    for structure, sizes in {} if quick else SWEEP.items():
+        points = []
+        for d in sizes:
+            updates = max(2, min(50, 200_000 // factors(structure, d)))
+            points.append((d, factors(structure, d), instructions(drivers["default"], structure, d, updates)))
+        stored, counted = (np.log([point[i] for point in points]) for i in (1, 2))
+        exponent = float(np.polyfit(stored, counted, 1)[0])
+        tail = float((counted[-1] - counted[-2]) / (stored[-1] - stored[-2]))
+        sweeps[structure] = {"points": points, "exponent": exponent, "tail": tail}
+    return {"update_16_32_1_float32": heads, "sweep_d_2d_1": sweeps}
+
+
+def broken_budgets(figures: dict[str, Any]) -> list[str]:
+    broken = []
+    for structure, budget in BUDGET.items():
+        count = figures["update_16_32_1_float32"][structure]["default"]
+        if count > budget:
+            broken.append(f"{structure}: {count} instructions, budget {budget}")
+    for structure, sweep in figures["sweep_d_2d_1"].items():
+        if sweep["exponent"] > LARGEST_EXPONENT:
+            broken.append(f"{structure}: exponent {sweep['exponent']:.3f}, budget {LARGEST_EXPONENT}")
+    return broken
+
+
+def show(figures: dict[str, Any]) -> None:
+    print("one update, 16 → 32 → 1 float32   instructions      budget   without AVX2")
+    for structure, counts in figures["update_16_32_1_float32"].items():
+        budget = f"{BUDGET[structure]:,}" if structure in BUDGET else ""
+        print(f"  {structure:<32}{counts['default']:>12,}{budget:>12}{counts['baseline']:>15,}")
+    for structure, sweep in figures["sweep_d_2d_1"].items():
+        print(f"\n{structure}, d → 2d → 1: exponent {sweep['exponent']:.3f} of instructions against stored factors "
+              f"(between the last two: {sweep['tail']:.3f}; budget {LARGEST_EXPONENT})")  # fmt: skip
+        for d, stored, count in sweep["points"]:
+            print(f"  d = {d:<4} factors {stored:>10,}  instructions {count:>12,}  per factor {count / stored:8.2f}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="figures as JSON on stdout")
+    parser.add_argument("--quick", action="store_true", help="no sweep over d")
+    arguments = parser.parse_args()
+    for tool in (("valgrind",), ("g++", "c++", "clang++"), ("gcc", "cc", "clang")):
+        if compiler(*tool) is None:
+            print(f"cost: needs {' or '.join(tool)}", file=sys.stderr)
+            return 2
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(Path(folder), arguments.quick)
+    broken = broken_budgets(figures)
+    if arguments.json:
+        print(json.dumps(figures | {"broken": broken}, indent=2))
+    else:
+        show(figures)
+    for line in broken:
+        print(f"over budget: {line}", file=sys.stderr)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
