@@ -1,7 +1,7 @@
 """A pre-trained transformer that keeps learning on the device, and knows how sure it is.
 
-``Model`` is a frozen trunk with a Bayesian head: ``predict`` gives a mean with its variance, ``observe`` learns the target
-of that prediction in one closed-form step and fixed memory. ``Head`` is the head alone.
+``Model`` is a frozen trunk with a Bayesian head: ``predict`` gives a mean with its variance, ``observe`` learns the
+target of that prediction in one closed-form step and fixed memory. ``Head`` is the head alone.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python tools/pretrain_cartpole.py build/cartpole.pt --bundle kbt_edge/bundles/cartpole
 
-Writes a torch state dict and, with --bundle, the bundle that the package ships, and prints what it is worth; if that is
-too little, writes nothing and leaves with an error. Takes about a minute. One seed gives one network on one machine with one
-version of torch. Of the seeds 0 to 5 the default is the one whose h keeps most of the state (the last figure), which is
-known before the plant changes.
+Writes a torch state dict and, with --bundle, the bundle that the package ships, and prints what it is worth; if that
+is too little, writes nothing and leaves with an error. Takes about a minute. One seed gives one network on one machine
+with one version of torch. Of the seeds 0 to 5 the default is the one whose h keeps most of the state (the last figure),
+which is known before the plant changes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 
     python tools/step_latency.py [--json]
 
-Both models are warmed up, then take turns in blocks of 200 steps, so that both see the same disturbances and each its own
-warm caches. Medians and 99th percentiles of single steps; the clock's own cost is printed and not subtracted.
+Both models are warmed up, then take turns in blocks of 200 steps, so that both see the same disturbances and each its
+own warm caches. Medians and 99th percentiles of single steps; the clock's own cost is printed and not subtracted.
 """
 
 from __future__ import annotations
