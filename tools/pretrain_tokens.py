@@ -50,7 +50,7 @@ CHOICE_SEEDS = range(3)
 
 PRIORS = (0.01, 0.03, 0.1, 0.3, 1.0)
 TWO_LAYER_PRIORS = tuple((first, last) for first in (1e-3, 1e-2, 1e-1) for last in (0.03, 0.1, 0.3))
-RATES = (0.01, 0.03, 0.1, 0.3)
+RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 
 Setting = TypeVar("Setting")
 
