@@ -124,7 +124,7 @@ class Inspect:
         lines = [result["path"], ""]
 
         def line(name: str, *parts: object) -> None:
-            lines.append(f"  {name:<12}" + "  ".join(str(part) for part in parts if part not in (None, "")))
+            lines.append(f"  {name:<11} " + "  ".join(str(part) for part in parts if part not in (None, "")))
 
         lines.append("trunk")
         line("file", _size(trunk["bytes"]), f"sha256 {trunk['sha256'][:16]}…")
