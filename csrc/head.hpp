@@ -301,7 +301,7 @@ class Head : public kbt_head {
     if (cov == nullptr && total_var == nullptr) return;
     const T *epistemic = output_cov();
     if (softmax_output()) {
-      measurement_.predicted_cov(epistemic, true, measurement_.L, measurement_.X);
+      measurement_.softmax_cov(epistemic, measurement_.L, measurement_.X);
       epistemic = measurement_.L;
     }
     for (Index i = 0; cov != nullptr && i < K * K; ++i) cov[i] = epistemic[i];

@@ -69,13 +69,8 @@ struct Measurement {
     }
   }
 
-  // Epistemic covariance of the observation: S_u, or J S_u J^T. `out` is K x K; `scratch` as large.
-  void predicted_cov(const T *cov, bool softmax_output, T *out, T *scratch) const {
-    const Index K = rows * n;
-    if (!softmax_output) {
-      for (Index i = 0; i < K * K; ++i) out[i] = cov[i];
-      return;
-    }
+  // Epistemic covariance of a softmax, J S_u J^T. `out` is K x K; `scratch` as large.
+  void softmax_cov(const T *cov, T *out, T *scratch) const {
     for (Index a = 0; a < rows; ++a) softmax_jacobian(p + a * n, n, map + a * n * n);
     sandwich(cov, scratch, out);
   }
