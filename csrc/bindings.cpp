@@ -4,8 +4,9 @@
 // The verbs take plain arrays only (right dtype, C-contiguous, aligned). They answer
 //   None        an argument is not of that form: the caller converts it and calls again,
 //   an int      the status with which the core refused,
-//   a tuple     the result.
-// So a control loop that passes plain arrays pays for one check, and every message is written in Python.
+//   a record    the result, of the types that set_results was given.
+// So a control loop that passes plain arrays pays for one check, and every message is written in Python. The verbs are
+// called without pybind11's argument parsing (`fast` below), which would take as long as a small head.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -17,9 +18,17 @@
 #include <new>
 #include <vector>
 
+#include "bench_loop.hpp"
+#include "head.hpp"
 #include "kbt.h"
 
 namespace py = pybind11;
+
+#if defined(__clang__)
+#define KBT_COMPILER "clang " __clang_version__
+#else
+#define KBT_COMPILER "gcc " __VERSION__
+#endif
 
 namespace {
 
@@ -31,6 +40,75 @@ bool is_array(const py::handle &object) {
 template <class T>
 bool is_array_of(const py::handle &object) {
   return is_array(object) && py::isinstance<py::array_t<T>>(object);
+}
+
+// The NamedTuples of kbt_edge/head.py, and the words of an Update's status. They live as long as the process.
+struct Results {
+  PyTypeObject *prediction = &PyTuple_Type, *update = &PyTuple_Type;
+  PyObject *ok = PyUnicode_InternFromString("ok"), *gated = PyUnicode_InternFromString("gated");
+};
+Results &results() {
+  static Results found;
+  return found;
+}
+
+// A tuple of the given type, filled as tuple.__new__ would.
+py::object record(PyTypeObject *type, py::object a, py::object b, py::object c) {
+  auto tuple = py::reinterpret_steal<py::object>(type->tp_alloc(type, 3));
+  if (!tuple) throw py::error_already_set();
+  PyTuple_SET_ITEM(tuple.ptr(), 0, a.release().ptr());
+  PyTuple_SET_ITEM(tuple.ptr(), 1, b.release().ptr());
+  PyTuple_SET_ITEM(tuple.ptr(), 2, c.release().ptr());
+  return tuple;
+}
+py::object update_record(bool gated, double nis, double log_likelihood) {
+  return record(results().update, py::reinterpret_borrow<py::object>(gated ? results().gated : results().ok),
+                py::float_(nis), py::float_(log_likelihood));
+}
+
+// A new array of one or two dimensions. rows < 0: a vector.
+py::array new_array(const py::dtype &dtype, py::ssize_t rows, py::ssize_t columns) {
+  const auto &api = py::detail::npy_api::get();
+  const py::ssize_t shape[] = {rows, columns};
+  PyObject *array = api.PyArray_NewFromDescr_(api.PyArray_Type_, py::dtype(dtype).release().ptr(), rows < 0 ? 1 : 2,
+                                              rows < 0 ? shape + 1 : shape, nullptr, nullptr, 0, nullptr);
+  if (array == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::array>(array);
+}
+
+// A method without pybind11's dispatch: N positional arguments, handed on as they are.
+template <class Class, auto kMethod, std::size_t... I>
+PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t count, std::index_sequence<I...>) {
+  if (count != static_cast<Py_ssize_t>(sizeof...(I))) {
+    PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", static_cast<Py_ssize_t>(sizeof...(I)), count);
+    return nullptr;
+  }
+  const auto *instance = reinterpret_cast<py::detail::instance *>(self);
+  auto *object = instance->simple_layout ? static_cast<Class *>(instance->simple_value_holder[0]) : nullptr;
+  if (object == nullptr) {
+    PyErr_SetString(PyExc_TypeError, "the object was never initialised");
+    return nullptr;
+  }
+  try {
+    return (object->*kMethod)(py::reinterpret_borrow<py::object>(arguments[I])...).release().ptr();
+  } catch (py::error_already_set &error) {
+    error.restore();
+  } catch (const std::bad_alloc &) {
+    PyErr_NoMemory();
+  }
+  return nullptr;
+}
+template <class Class, auto kMethod, std::size_t N>
+PyObject *entry(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+  return call<Class, kMethod>(self, arguments, count, std::make_index_sequence<N>());
+}
+template <class Class, auto kMethod, std::size_t N>
+void fast(py::class_<Class> &type, const char *name) {
+  static PyMethodDef definition = {
+      name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&entry<Class, kMethod, N>)), METH_FASTCALL,
+      nullptr};
+  type.attr(name) =
+      py::reinterpret_steal<py::object>(PyDescr_NewMethod(reinterpret_cast<PyTypeObject *>(type.ptr()), &definition));
 }
 
 class Core {
@@ -66,14 +144,13 @@ class Core {
     if (input == nullptr) return py::none();
     const py::ssize_t count = rows < 0 ? 1 : rows, K = count * outputs_;
     if (count < 1 || count > cfg_.max_rows) return py::int_(static_cast<int>(KBT_E_ROWS));
-    const std::vector<py::ssize_t> shape =
-        rows < 0 ? std::vector<py::ssize_t>{outputs_} : std::vector<py::ssize_t>{rows, outputs_};
-    py::array mean(dtype_, shape), cov(dtype_, std::vector<py::ssize_t>{K, K}), total_var(dtype_, shape);
+    py::array mean = new_array(dtype_, rows, outputs_), cov = new_array(dtype_, K, K);
+    py::array total_var = new_array(dtype_, rows, outputs_);
     const kbt_status status = kbt_predict(head_, input, static_cast<int32_t>(count), mean.mutable_data(),
                                           cov.mutable_data(), total_var.mutable_data());
     if (status != KBT_OK) return py::int_(static_cast<int>(status));
     one_row_ = rows < 0;
-    return py::make_tuple(std::move(mean), std::move(cov), std::move(total_var));
+    return record(results().prediction, std::move(mean), std::move(cov), std::move(total_var));
   }
 
   // y: plain targets, or int32 labels (softmax). h is None to observe the latest prediction.
@@ -118,7 +195,7 @@ class Core {
                                 : kbt_observe(head_, target, R, nc, &result);
     }
     if (status != KBT_OK && status != KBT_GATED) return py::int_(static_cast<int>(status));
-    return py::make_tuple(status == KBT_GATED, result.nis, result.log_likelihood);
+    return update_record(status == KBT_GATED, result.nis, result.log_likelihood);
   }
 
   int set_prior(const py::array &weight, const py::array &bias, std::uint64_t seed) {
@@ -231,30 +308,34 @@ class Pipeline {
     if (trunk_ == nullptr || !is_array(x)) return py::none();
     const auto array = py::reinterpret_borrow<py::array>(x);
     if (!(array.flags() & py::array::c_style) || !same_shape(array)) return py::none();
-    if (is_array_of<double>(x)) {
+    if (array.dtype().is(double_)) {
       normalise(static_cast<const double *>(array.data()));
-    } else if (is_array_of<float>(x)) {
+    } else if (array.dtype().is(float_)) {
       normalise(static_cast<const float *>(array.data()));
     } else {
       return py::none();
     }
-    const void *const inputs[] = {x_.data()};
-    if (trunk_(inputs, h_.mutable_data()) != 0) return py::none();
+    if (run_trunk() != 0) return py::none();
     return predict_rows();
   }
 
   // The rows that the trunk has left in h.
   py::object predict_rows() {
-    const std::vector<py::ssize_t> shape =
-        rows_ == 1 ? std::vector<py::ssize_t>{core_.outputs()} : std::vector<py::ssize_t>{rows_, core_.outputs()};
-    py::array_t<double> mean(shape);
-    py::array_t<float> cov({count_, count_}), total_var(shape);
-    const kbt_status status = kbt_predict(core_.head(), h_.data(), static_cast<int32_t>(rows_), u_.data(),
-                                          cov.mutable_data(), total_var.mutable_data());
+    const py::ssize_t rows = rows_ == 1 ? -1 : rows_;
+    py::array mean = new_array(double_, rows, core_.outputs()), cov = new_array(float_, count_, count_);
+    py::array total_var = new_array(float_, rows, core_.outputs());
+    const kbt_status status =
+        predict_into(static_cast<double *>(mean.mutable_data()), static_cast<float *>(cov.mutable_data()),
+                     static_cast<float *>(total_var.mutable_data()));
     if (status != KBT_OK) return py::int_(static_cast<int>(status));
+    return record(results().prediction, std::move(mean), std::move(cov), std::move(total_var));
+  }
+
+  // The same without Python: m, t of `count` numbers, c of count * count.
+  kbt_status predict_into(double *m, float *c, float *t) {
+    const kbt_status status = kbt_predict(core_.head(), h_.data(), static_cast<int32_t>(rows_), u_.data(), c, t);
+    if (status != KBT_OK) return status;
     core_.set_one_row(rows_ == 1);
-    double *m = mean.mutable_data();
-    float *c = cov.mutable_data(), *t = total_var.mutable_data();
     for (py::ssize_t i = 0; i < count_; ++i) {
       const double s = scale_of(i);
       m[i] = offset_[static_cast<std::size_t>(i % core_.outputs())] +
@@ -264,7 +345,7 @@ class Pipeline {
         c[i * count_ + k] = static_cast<float>(s * scale_of(k) * static_cast<double>(c[i * count_ + k]));
       }
     }
-    return py::make_tuple(std::move(mean), std::move(cov), std::move(total_var));
+    return KBT_OK;
   }
 
   // None: y is neither a number for a single output nor a plain array.
@@ -274,7 +355,7 @@ class Pipeline {
     if (PyFloat_Check(y.ptr()) && count_ == 1) {
       one = PyFloat_AS_DOUBLE(y.ptr());
       target = &one;
-    } else if (is_array_of<double>(y)) {
+    } else if (is_array(y) && py::reinterpret_borrow<py::array>(y).dtype().is(double_)) {
       const auto array = py::reinterpret_borrow<py::array>(y);
       const bool one_row = rows_ == 1 && array.ndim() == 1 && array.shape(0) == count_;
       const bool several = rows_ > 1 && array.ndim() == 2 && array.shape(0) == rows_ && array.size() == count_;
@@ -284,18 +365,39 @@ class Pipeline {
       return py::none();
     }
     if (kbt_predicted_rows(core_.head()) != rows_) return py::none();
-    for (py::ssize_t i = 0; i < count_; ++i) {
-      const double u = (target[i] - offset_[static_cast<std::size_t>(i % core_.outputs())]) / scale_of(i);
-      if (!(std::fabs(u) <= static_cast<double>(std::numeric_limits<float>::max()))) return py::none();
-      u_[static_cast<std::size_t>(i)] = static_cast<float>(u);
-    }
     kbt_result result{0.0, 0.0};
-    const kbt_status status = kbt_observe(core_.head(), u_.data(), nullptr, 0, &result);
+    const kbt_status status = observe_target(target, &result);
+    if (status == KBT_E_RANGE) return py::none();
     if (status != KBT_OK && status != KBT_GATED) return py::int_(static_cast<int>(status));
-    return py::make_tuple(status == KBT_GATED, result.nis, result.log_likelihood - log_scale_);
+    return update_record(status == KBT_GATED, result.nis, result.log_likelihood - log_scale_);
   }
 
+  // The same without Python. A target that float32 cannot hold is refused before the core sees it.
+  kbt_status observe_target(const double *target, kbt_result *result) {
+    for (py::ssize_t i = 0; i < count_; ++i) {
+      const double u = (target[i] - offset_[static_cast<std::size_t>(i % core_.outputs())]) / scale_of(i);
+      if (!(std::fabs(u) <= static_cast<double>(std::numeric_limits<float>::max()))) return KBT_E_RANGE;
+      u_[static_cast<std::size_t>(i)] = static_cast<float>(u);
+    }
+    return kbt_observe(core_.head(), u_.data(), nullptr, 0, result);
+  }
+
+  // Scaling and trunk without Python: 0, or what the trunk returned. x: as many numbers as its input has.
+  int run_trunk(const double *x) {
+    normalise(x);
+    return run_trunk();
+  }
+
+  bool has_trunk() const { return trunk_ != nullptr; }
+  py::ssize_t input_size() const { return x_.size(); }
+  py::ssize_t count() const { return count_; }
+
  private:
+  int run_trunk() {
+    const void *const inputs[] = {x_.data()};
+    return trunk_(inputs, h_.mutable_data());
+  }
+
   double scale_of(py::ssize_t i) const { return output_scale_[static_cast<std::size_t>(i % core_.outputs())]; }
 
   // As the trunk's input, leading axes of length 1 left out or not.
@@ -324,7 +426,114 @@ class Pipeline {
   py::ssize_t rows_, count_;
   std::vector<float> u_;
   double log_scale_ = 0.0;
+  py::dtype double_ = py::dtype::of<double>(), float_ = py::dtype::of<float>();
 };
+
+namespace bench = kbt::bench;
+
+// Samples for the loops of bench_loop.hpp, and what they run without Python: a model, a head alone, or nothing.
+class Loop {
+ public:
+  Loop(const Loop &) = delete;  // step_ points here
+  // x: (samples, …) doubles in physical units, as many a sample as the trunk's input has; y: (samples, rows * outputs).
+  Loop(Pipeline &pipeline, py::array_t<double, py::array::c_style> x, py::array_t<double, py::array::c_style> y)
+      : pipeline_(&pipeline), step_{this, pipeline_trunk, pipeline_predict, pipeline_observe} {
+    if (!pipeline.has_trunk()) throw py::value_error("pipeline: expected one with a compiled trunk");
+    take(std::move(x), pipeline.input_size(), std::move(y), pipeline.count());
+    make_room(pipeline.count());
+  }
+  // x: (samples, rows * d) and y: (samples, rows * outputs) in the head's dtype, or y: (samples, rows) int32 labels.
+  Loop(Core &core, int rows, py::array x, py::array y)
+      : core_(&core), rows_(rows), step_{this, nullptr, core_predict, core_observe} {
+    const kbt_config &cfg = core.config();
+    const py::dtype dtype = cfg.dtype == KBT_FLOAT64 ? py::dtype::of<double>() : py::dtype::of<float>();
+    labels_ = y.dtype().is(py::dtype::of<int32_t>());
+    if (!x.dtype().is(dtype) || !(labels_ || y.dtype().is(dtype))) throw py::value_error("x, y: another dtype");
+    if (rows < 1 || rows > cfg.max_rows) throw py::value_error("rows: expected 1..max_rows");
+    take(std::move(x), rows * cfg.widths[0], std::move(y), labels_ ? rows : rows * core.outputs());
+    make_room(rows * core.outputs());
+  }
+  // The harness itself: every stage returns at once.
+  Loop() : step_{this, nothing, nothing, nothing} { take(py::array_t<double>(1), 1, py::array_t<double>(1), 1); }
+
+  int stages(std::size_t first, std::size_t steps, std::size_t trunk, std::size_t head, bench::Recorder &to) const {
+    return bench::run_stages(step_, samples_, first, steps, {trunk, head}, to);
+  }
+  int steps(std::size_t first, std::size_t batches, std::size_t batch, bench::Recorder &to) const {
+    return bench::run_steps(step_, samples_, first, batches, batch, to);
+  }
+  int paced(std::size_t first, std::size_t steps, bench::Recorder &to) const {
+    return bench::run_paced(step_, samples_, first, steps, to);
+  }
+
+ private:
+  void take(py::array x, py::ssize_t x_size, py::array y, py::ssize_t y_size) {
+    const bool plain = (x.flags() & y.flags() & py::array::c_style) != 0 && x.ndim() > 0 && y.ndim() > 0;
+    if (!plain || x.shape(0) < 1 || x.shape(0) != y.shape(0) || x.size() != x.shape(0) * x_size ||
+        y.size() != y.shape(0) * y_size) {
+      throw py::value_error("x, y: expected C-contiguous arrays with as many samples, of the sizes of one step");
+    }
+    x_ = std::move(x);
+    y_ = std::move(y);
+    samples_ = {static_cast<const unsigned char *>(x_.data()), static_cast<const unsigned char *>(y_.data()),
+                static_cast<std::size_t>(x_size * x_.itemsize()), static_cast<std::size_t>(y_size * y_.itemsize()),
+                static_cast<std::size_t>(x_.shape(0))};
+  }
+  void make_room(py::ssize_t count) {  // doubles, which floats may use as well
+    mean_.resize(static_cast<std::size_t>(count));
+    total_var_.resize(static_cast<std::size_t>(count));
+    cov_.resize(static_cast<std::size_t>(count * count));
+  }
+  static int learned(kbt_status status) { return status == KBT_GATED ? KBT_OK : status; }
+
+  static int nothing(void *, const void *) { return 0; }
+  static int pipeline_trunk(void *self, const void *x) {
+    return static_cast<Loop *>(self)->pipeline_->run_trunk(static_cast<const double *>(x));
+  }
+  static int pipeline_predict(void *self, const void *) {
+    auto *loop = static_cast<Loop *>(self);
+    return loop->pipeline_->predict_into(loop->mean_.data(), reinterpret_cast<float *>(loop->cov_.data()),
+                                         reinterpret_cast<float *>(loop->total_var_.data()));
+  }
+  static int pipeline_observe(void *self, const void *y) {
+    kbt_result result{0.0, 0.0};
+    return learned(static_cast<Loop *>(self)->pipeline_->observe_target(static_cast<const double *>(y), &result));
+  }
+  static int core_predict(void *self, const void *h) {
+    auto *loop = static_cast<Loop *>(self);
+    return kbt_predict(loop->core_->head(), h, loop->rows_, loop->mean_.data(), loop->cov_.data(),
+                       loop->total_var_.data());
+  }
+  static int core_observe(void *self, const void *y) {
+    const auto *loop = static_cast<Loop *>(self);
+    kbt_result result{0.0, 0.0};
+    return learned(loop->labels_
+                       ? kbt_observe_labels(loop->core_->head(), static_cast<const int32_t *>(y), nullptr, 0, &result)
+                       : kbt_observe(loop->core_->head(), y, nullptr, 0, &result));
+  }
+
+  Pipeline *pipeline_ = nullptr;
+  Core *core_ = nullptr;
+  int32_t rows_ = 0;
+  bool labels_ = false;
+  py::array x_, y_;
+  std::vector<double> mean_, total_var_, cov_;
+  bench::Samples samples_{};
+  bench::Step step_;
+};
+
+// mark and wait as plain C functions: a Python loop calls them, and pybind's own dispatch would cost more than the
+// clock.
+template <void (bench::Recorder::*action)()>
+PyObject *act(PyObject *capsule, PyObject *) {
+  (static_cast<bench::Recorder *>(PyCapsule_GetPointer(capsule, nullptr))->*action)();
+  Py_RETURN_NONE;
+}
+template <void (bench::Recorder::*action)()>
+py::object c_function(bench::Recorder &recorder) {
+  static PyMethodDef definition = {"action", act<action>, METH_NOARGS, nullptr};
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, py::capsule(&recorder).ptr()));
+}
 
 template <std::size_t N, class T>
 std::vector<T> to_vector(const T (&values)[N], int used) {
@@ -337,6 +546,8 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "The compiled core of kbt_edge.";
   m.attr("ABI_VERSION") = kbt_abi_version();
   m.attr("MAX_LAYERS") = KBT_MAX_LAYERS;
+  // By dtype: the part of an arena that depends on the machine, as it holds pointers. The rest is numbers.
+  m.attr("RECORD_BYTES") = py::make_tuple(sizeof(kbt::Head<float>), sizeof(kbt::Head<double>));
   m.def("status_str", [](int status) { return kbt_status_str(static_cast<kbt_status>(status)); });
   m.def("state_config", [](const py::bytes &blob) -> py::object {
     const std::string_view view = blob;
@@ -386,10 +597,14 @@ PYBIND11_MODULE(_core, m) {
            })
       .def("arena_bytes", [](const kbt_config &c) { return kbt_arena_bytes(&c); });
 
-  py::class_<Core>(m, "Core")
-      .def(py::init<const kbt_config &>())
-      .def("predict", &Core::predict)
-      .def("learn", &Core::learn)
+  m.def("set_results", [](const py::type &prediction, const py::type &update) {
+    results().prediction = reinterpret_cast<PyTypeObject *>(py::type(prediction).release().ptr());
+    results().update = reinterpret_cast<PyTypeObject *>(py::type(update).release().ptr());
+  });
+  py::class_<Core> core(m, "Core");
+  fast<Core, &Core::predict, 1>(core, "predict");
+  fast<Core, &Core::learn, 3>(core, "learn");
+  core.def(py::init<const kbt_config &>())
       .def("set_prior", &Core::set_prior)
       .def("set_means", &Core::set_means)
       .def("set_noise", &Core::set_noise)
@@ -406,11 +621,35 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("nbytes", &Core::nbytes)
       .def_property_readonly("config", &Core::config);
 
-  py::class_<Pipeline>(m, "Pipeline")
-      .def(py::init<Core &, std::uintptr_t, py::array_t<float>, py::array_t<float>, Pipeline::Doubles,
-                    Pipeline::Doubles, Pipeline::Doubles, Pipeline::Doubles>(),
+  py::class_<Pipeline> pipeline(m, "Pipeline");
+  fast<Pipeline, &Pipeline::predict, 1>(pipeline, "predict");
+  fast<Pipeline, &Pipeline::predict_rows, 0>(pipeline, "predict_rows");
+  fast<Pipeline, &Pipeline::observe, 1>(pipeline, "observe");
+  pipeline.def(py::init<Core &, std::uintptr_t, py::array_t<float>, py::array_t<float>, Pipeline::Doubles,
+                        Pipeline::Doubles, Pipeline::Doubles, Pipeline::Doubles>(),
+               py::keep_alive<1, 2>());
+
+  m.attr("COMPILER") = KBT_COMPILER;
+  m.attr("HAS_COUNTER") = bench::has_counter();
+  m.def("clocks", [] { return py::make_tuple(bench::counter(), bench::monotonic_ns()); });
+  m.def("set_flush_to_zero", &bench::set_flush_to_zero);
+  py::class_<bench::Recorder>(m, "Recorder")
+      .def(py::init<std::size_t, bool>())
+      .def("clear", &bench::Recorder::clear)
+      .def("pace", &bench::Recorder::pace)
+      .def_property_readonly("mark", py::cpp_function(&c_function<&bench::Recorder::mark>, py::keep_alive<0, 1>()))
+      .def_property_readonly("wait", py::cpp_function(&c_function<&bench::Recorder::wait>, py::keep_alive<0, 1>()))
+      .def_property_readonly("room", &bench::Recorder::room)
+      .def_property_readonly("stamps", [](const bench::Recorder &r) {
+        return py::array_t<std::uint64_t>(static_cast<py::ssize_t>(r.used()), r.stamps().data());
+      });
+  using unlocked = py::call_guard<py::gil_scoped_release>;
+  py::class_<Loop>(m, "Loop")
+      .def(py::init<>())
+      .def(py::init<Pipeline &, py::array_t<double, py::array::c_style>, py::array_t<double, py::array::c_style>>(),
            py::keep_alive<1, 2>())
-      .def("predict", &Pipeline::predict)
-      .def("predict_rows", &Pipeline::predict_rows)
-      .def("observe", &Pipeline::observe);
+      .def(py::init<Core &, int, py::array, py::array>(), py::keep_alive<1, 2>())
+      .def("stages", &Loop::stages, unlocked())
+      .def("steps", &Loop::steps, unlocked())
+      .def("paced", &Loop::paced, unlocked());
 }

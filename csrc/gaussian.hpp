@@ -13,13 +13,18 @@
 #error "kbt must not be built with -ffast-math: it promises the same bits on every machine"
 #endif
 
+#define KBT_INLINE inline __attribute__((always_inline))
+
 namespace kbt {
 
+// The functions of one ReLU unit are written once for a number and for a machine's vector of them (V is either), with
+// choices in place of branches: every unit takes the same time, and the same bits come out one by one or side by side.
 template <class T>
 struct Bits;
 
 template <>
 struct Bits<float> {
+  using Real = float;
   using Int = std::int32_t;
   static constexpr int kMantissa = 23;
   static constexpr Int kBias = 127;
@@ -27,16 +32,60 @@ struct Bits<float> {
 
 template <>
 struct Bits<double> {
+  using Real = double;
   using Int = std::int64_t;
   static constexpr int kMantissa = 52;
   static constexpr Int kBias = 1023;
 };
 
+#ifdef __AVX2__
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
 template <class T>
-T power_of_two(int exponent) {  // for exponents of normal numbers
-  using B = Bits<T>;
-  const typename B::Int bits = (static_cast<typename B::Int>(exponent) + B::kBias) << B::kMantissa;
-  T value;
+using Vector __attribute__((vector_size(kVectorBytes))) = T;
+
+template <>
+struct Bits<Vector<float>> : Bits<float> {
+  using Int = Vector<std::int32_t>;
+};
+
+template <>
+struct Bits<Vector<double>> : Bits<double> {
+  using Int = Vector<std::int64_t>;
+};
+
+template <class V>
+using RealOf = typename Bits<V>::Real;
+template <class V>
+using IntOf = typename Bits<V>::Int;
+template <class V>
+constexpr bool kIsNumber = sizeof(V) == sizeof(RealOf<V>);
+
+template <class To, class From>
+KBT_INLINE To converted(const From &x) {
+  if constexpr (sizeof(From) < kVectorBytes) {
+    return static_cast<To>(x);
+  } else {
+    return __builtin_convertvector(x, To);
+  }
+}
+template <class V>
+KBT_INLINE V root_of(const V &x) {
+  if constexpr (kIsNumber<V>) {
+    return std::sqrt(x);
+  } else {
+    V y;
+    for (unsigned l = 0; l < sizeof x / sizeof x[0]; ++l) y[l] = std::sqrt(x[l]);
+    return y;
+  }
+}
+
+template <class V>
+KBT_INLINE V power_of_two(const IntOf<V> &exponent) {  // for exponents of normal numbers
+  const IntOf<V> bits = (exponent + Bits<RealOf<V>>::kBias) << Bits<V>::kMantissa;
+  V value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
@@ -59,17 +108,21 @@ struct Ln2<double> {
 };
 
 // e^x for x <= 0; exactly 0 where the result would be subnormal. Taylor series on |r| <= ln(2)/2.
-template <class T>
-T exp_negative(T x) {
+template <class V>
+KBT_INLINE V exp_negative(const V &x) {
+  using T = RealOf<V>;
   constexpr bool kSingle = sizeof(T) == 4;
   constexpr T kLowest = kSingle ? T(-87) : T(-708);
   constexpr int kTerms = kSingle ? 7 : 13;
-  const T clamped = x < kLowest ? kLowest : x;
-  const int n = static_cast<int>(clamped * T(1.4426950408889634) - T(0.5));
-  const T r = (clamped - T(n) * Ln2<T>::kHigh) - T(n) * Ln2<T>::kLow;
-  T sum = T(1);
+  const V zero = V{}, lowest = zero + kLowest;
+  const V clamped = x < lowest ? lowest : x;
+  const IntOf<V> n = converted<IntOf<V>>(clamped * T(1.4426950408889634) - T(0.5));
+  const V real = converted<V>(n);
+  const V r = (clamped - real * Ln2<T>::kHigh) - real * Ln2<T>::kLow;
+  V sum = zero + T(1);
   for (int k = kTerms; k >= 1; --k) sum = T(1) + r * sum * (T(1) / T(k));
-  return x < kLowest ? T(0) : sum * power_of_two<T>(n);
+  const V power = sum * power_of_two<V>(n);
+  return x < lowest ? zero : power;
 }
 
 // Natural logarithm of a positive normal number: m 2^e with m in [sqrt(1/2), sqrt(2)), then 2 artanh((m-1)/(m+1)).
@@ -119,45 +172,48 @@ struct RhoTable<double> {  // in double arithmetic: 2.7e-16
 };
 
 // rho(t) = G_2(-t)/G_1(-t) for 0 <= t <= 40, where G_n(-t) = E max(0, x - t)^n for a standard normal x.
-template <class T>
-T rho(T t) {
+template <class V>
+KBT_INLINE V rho(const V &t) {
+  using T = RealOf<V>;
   const auto &c = RhoTable<T>::kCoefficients;
-  const T s = (t - T(4)) / (t + T(4));
-  T sum = T(0);
+  const V s = (t - T(4)) / (t + T(4));
+  V sum = V{};
   for (int i = static_cast<int>(sizeof c / sizeof c[0]) - 1; i >= 0; --i) sum = sum * s + c[i];
   return sum / (t + T(2));
 }
 
 // Moments of z = max(0, u) for u ~ N(mu, var): METHOD section 2.
-template <class T>
+template <class V>
 struct ReluUnit {
-  T mean;     // E z
-  T var;      // Var z, exact and never negative
-  T gate;     // Phi(alpha) = dE z / dmu
-  T density;  // phi(alpha)
-  T alpha;    // mu / sigma, held within +-40 where nothing changes any more
-  T sigma;
+  V mean;     // E z
+  V var;      // Var z, exact and never negative
+  V gate;     // Phi(alpha) = dE z / dmu
+  V density;  // phi(alpha)
+  V alpha;    // mu / sigma, held within +-40 where nothing changes any more
+  V sigma;
 };
 
 // The textbook form (mu^2 + s^2) Phi + mu s phi - (E z)^2 cancels catastrophically for alpha < 0. The recurrences
 // G_2 = -t G_1 + G_0 and G_1 = -t G_0 + phi, read backwards from rho = G_2/G_1, have only sums of positive terms:
 //   G_1 = phi / (1 + t^2 + t rho),   G_2 = rho G_1,   G_0 = (t + rho) G_1,
 // and the positive side follows from max(0, u) = u + max(0, -u).
-template <class T>
-inline __attribute__((always_inline)) ReluUnit<T> relu_unit(T mu, T var) {
-  constexpr T kEdge = T(40);
-  ReluUnit<T> z;
-  z.sigma = std::sqrt(var);
-  const T ratio = mu / (z.sigma > std::numeric_limits<T>::min() ? z.sigma : std::numeric_limits<T>::min());
-  z.alpha = ratio > kEdge ? kEdge : (ratio < -kEdge ? -kEdge : ratio);
-  const T t = std::fabs(z.alpha), r = rho(t);
-  z.density = T(0.3989422804014327) * exp_negative(T(-0.5) * t * t);
-  const T g1 = T(1) / (T(1) + t * t + t * r), g2 = r * g1, g0 = (t + r) * g1;
-  const T tail = z.density * g0, excess = z.density * g1;
-  const bool on = z.alpha >= T(0);
-  z.gate = on ? T(1) - tail : tail;
-  z.mean = (on ? mu : T(0)) + z.sigma * excess;
-  z.var = var * (on ? T(1) - z.density * (g2 + T(2) * t * g1 + excess * g1) : z.density * (g2 - excess * g1));
+template <class V>
+KBT_INLINE ReluUnit<V> relu_unit(const V &mu, const V &var) {
+  using T = RealOf<V>;
+  const V zero = V{}, edge = zero + T(40), tiny = zero + std::numeric_limits<T>::min();
+  ReluUnit<V> z;
+  z.sigma = root_of(var);
+  const V ratio = mu / (z.sigma > tiny ? z.sigma : tiny), below = ratio > edge ? edge : ratio;
+  z.alpha = below < -edge ? -edge : below;
+  const V t = z.alpha < zero ? -z.alpha : z.alpha, r = rho(t);
+  z.density = T(0.3989422804014327) * exp_negative<V>(T(-0.5) * t * t);
+  const V g1 = T(1) / (T(1) + t * t + t * r), g2 = r * g1, g0 = (t + r) * g1;
+  const V tail = z.density * g0, excess = z.density * g1;
+  const V open = T(1) - tail, share_open = T(1) - z.density * (g2 + T(2) * t * g1 + excess * g1);
+  const V share_shut = z.density * (g2 - excess * g1);
+  z.gate = z.alpha >= zero ? open : tail;
+  z.mean = (z.alpha >= zero ? mu : zero) + z.sigma * excess;
+  z.var = var * (z.alpha >= zero ? share_open : share_shut);
   return z;
 }
 

@@ -37,7 +37,7 @@ class Arena {
   explicit Arena(void *base) : base_(static_cast<unsigned char *>(base)) {}
 
   template <class T>
-  T *take(Index count) {
+  __attribute__((noinline)) T *take(Index count) {  // called often and once only: inlined it would fill kilobytes
     constexpr std::size_t kAlign = KBT_ARENA_ALIGN, kMax = std::numeric_limits<std::size_t>::max() / 2;
     const std::size_t limit = kMax / sizeof(T);
     if (count < 0 || static_cast<std::size_t>(count) > limit) overflow_ = true;
@@ -278,9 +278,11 @@ class Head : public kbt_head {
       layer.weight_cov_forward(out, work_);
       if (!all_finite(u_, rows * layer.w.stride) || !all_finite(out.data, count)) return KBT_E_RANGE;
       for (Index a = 0; a < rows; ++a) {
-        for (Index j = 0; j < out.n; ++j) {
-          const T var = out.same(a, a, j);
-          spread_[i][a * out.stride + j] = var > T(0) ? var : T(0);
+        T *spread = spread_[i] + a * out.stride;
+        if (out.dense) {
+          for (Index j = 0; j < out.n; ++j) spread[j] = out.same(a, a, j);
+        } else {
+          array(spread, out.stride) = array(&out.same(a, a, 0), out.stride);
         }
       }
       if (!last) relu_[i].forward(u_, out, cfg.relu_order, layers_[i + 1].z, layers_[i + 1].w.z_stride, series_);
@@ -404,17 +406,12 @@ class Head : public kbt_head {
     return noise_[noise_matrix_ ? o * outputs() + o : o];
   }
 
-  // A weight moves by at most sqrt(S_pp) sqrt(Var u) |r|. Refuse what would leave the range of T.
+  // A weight moves by at most sqrt(S_pp) sqrt(Var u) |r|. Refuse what could leave the range of T.
   bool steps_in_range(Index i, Index rows, Index rank) const {
-    const T limit = std::sqrt(std::numeric_limits<T>::max()) * T(1e-4);
+    const T limit = std::numeric_limits<T>::max() * T(1e-8);
     const Adjoint<T> adj = adjoint(i, rows, rank);
     if (!all_finite(adj.data, (1 + rank) * rows * adj.stride)) return false;
-    bool fine = true;
-    for (Index k = 0; k < rows * adj.stride; ++k) {
-      const T step = std::sqrt(spread_[i][k]) * std::fabs(adj.data[k]);  // column 0 is r
-      fine = fine & (step < limit);
-    }
-    return fine;
+    return quadratic(adj.data, spread_[i], rows * adj.stride) < limit;  // column 0 is r
   }
 
   // R_i += (r_i - R_i) / min(n0 + samples, window), floored.

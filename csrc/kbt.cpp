@@ -17,9 +17,15 @@ kbt_status kbt_learn_avx2(kbt_head *head, const kbt_sample &sample, kbt_result *
 
 namespace {
 
+#ifdef KBT_AVX2
+bool uses_avx2(const kbt_head *head) {
+  return head != nullptr && head->cfg.dtype == KBT_FLOAT32 && __builtin_cpu_supports("avx2");
+}
+#endif
+
 kbt_status learn(kbt_head *head, const kbt_sample &sample, kbt_result *result) {
 #ifdef KBT_AVX2
-  if (__builtin_cpu_supports("avx2")) return kbt_learn_avx2(head, sample, result);
+  if (uses_avx2(head)) return kbt_learn_avx2(head, sample, result);
 #endif
   return kbt::learn(head, sample, result);
 }
@@ -224,7 +230,7 @@ kbt_status kbt_set_noise(kbt_head *head, const void *noise, int32_t count) {
 
 kbt_status kbt_predict(kbt_head *head, const void *h, int32_t rows, void *mean, void *cov, void *total_var) {
 #ifdef KBT_AVX2
-  if (__builtin_cpu_supports("avx2")) return kbt_predict_avx2(head, h, rows, mean, cov, total_var);
+  if (uses_avx2(head)) return kbt_predict_avx2(head, h, rows, mean, cov, total_var);
 #endif
   return kbt::predict(head, h, rows, mean, cov, total_var);
 }
@@ -326,13 +332,26 @@ kbt_status kbt_get_factor_range(const kbt_head *head, int32_t layer, double *sma
 
 size_t kbt_state_size(const kbt_head *head) {
   if (head == nullptr) return 0;
-  return as_head(head, [](const auto &self) { return kbt::write_state(self, nullptr); });
+  return as_head(head, [](const auto &self) { return kbt::state_size(self); });
 }
 
 kbt_status kbt_state_save(const kbt_head *head, void *blob, size_t size) {
   if (head == nullptr || blob == nullptr) return KBT_E_NULL;
   if (size < kbt_state_size(head)) return KBT_E_SIZE;
-  as_head(head, [&](const auto &self) { return kbt::write_state(self, static_cast<unsigned char *>(blob)); });
+  unsigned char *to = static_cast<unsigned char *>(blob);
+  return kbt_state_stream(
+      head,
+      [](void *cursor, const void *bytes, size_t count) {
+        auto &at = *static_cast<unsigned char **>(cursor);
+        std::memcpy(at, bytes, count);
+        at += count;
+      },
+      &to);
+}
+
+kbt_status kbt_state_stream(const kbt_head *head, kbt_sink *sink, void *context) {
+  if (head == nullptr || sink == nullptr) return KBT_E_NULL;
+  as_head(head, [&](const auto &self) { kbt::write_state(self, sink, context); });
   return KBT_OK;
 }
 

@@ -150,6 +150,9 @@ KBT_API kbt_status kbt_get_factor_range(const kbt_head *head, int32_t layer, dou
  * CRC-32. */
 KBT_API size_t kbt_state_size(const kbt_head *head);
 KBT_API kbt_status kbt_state_save(const kbt_head *head, void *blob, size_t size);
+/* The same bytes in order and in small pieces, for a flash memory beside which there is no room for a copy. */
+typedef void kbt_sink(void *context, const void *bytes, size_t count);
+KBT_API kbt_status kbt_state_stream(const kbt_head *head, kbt_sink *sink, void *context);
 /* Everything is checked before the first byte of the head changes. */
 KBT_API kbt_status kbt_state_load(kbt_head *head, const void *blob, size_t size);
 /* The configuration inside a blob, so that a fitting head can be made for it. Checks header and CRC. */

@@ -36,12 +36,12 @@ struct Linear {
   }
   static bool compressed(Index dimensions, Index rank, bool fuse) { return fuse && rank > dimensions; }
   Index vector_count() const {
-    const Index group = padded(w.M() * w.width());
+    const Index group = padded(w.M() * w.width()) + (w.structure == KBT_FULL ? w.n * kLanes : 0);
     return w.structure == KBT_DIAGONAL && group < 3 * w.stride ? 3 * w.stride : group;
   }
-  Index inner_count() const { return w.M1 * (w.stride > kLanes ? w.stride : kLanes); }
-  Index step_count() const { return (4 * padded(w.M() + 1)) * w.width(); }
-  Index H_count(Index rows, Index rank, bool fuse) const { return steps(rows, rank, fuse) * w.M() * w.width(); }
+  Index inner_count() const { return (w.M1 + kLanes) * (w.stride > kLanes ? w.stride : kLanes); }
+  Index step_count() const { return w.abreast ? Wide::step_count(w.M1, kMostSets) : Alone::step_count(w.M()); }
+  Index H_count(Index rows, Index rank, bool fuse) const { return steps(rows, rank, fuse) * w.length(); }
   Index Q_count(Index rows, Index rank, bool fuse) const {
     const Index k = steps(rows, rank, fuse);
     return k * k * w.width();
@@ -70,6 +70,17 @@ struct Linear {
         continue;
       }
       Index j = 0;
+      for (; kVectors && j + kSets * kLanes <= w.stride; j += kSets * kLanes) {
+        Lanes<T> sum[kSets];
+        for (Lanes<T> &x : sum) x = Lanes<T>::Zero();
+        const T *mean = w.mean + j;
+        for (Index p = 0; p < w.M1; ++p, mean += w.stride) {
+          const Lanes<T> zp = Lanes<T>::Constant(za[p]);
+          KBT_UNROLL_ALL
+          for (int i = 0; i < kSets; ++i) sum[i] += lanes(mean + i * kLanes) * zp;
+        }
+        for (int i = 0; i < kSets; ++i) lanes(ua + j + i * kLanes) = sum[i];
+      }
       for (; j + kLanes <= w.stride; j += kLanes) {
         Lanes<T> sum = Lanes<T>::Zero();
         for (Index p = 0; p < w.M1; ++p) sum += lanes(w.mean + p * w.stride + j) * za[p];
@@ -110,10 +121,21 @@ struct Linear {
         }
       }
     } else if (w.abreast) {
+      wide_project(rows);
+      if (rows == 1 && !out.dense) {  // the hidden layer of a control loop
+        const Index length = w.M1 * kLanes;
+        const T *f = F;
+        Wide s = w.wide(0);
+        for (Index j = 0; j < w.stride; j += kLanes, f += length, s.d += length) {
+          const Lanes<T> x = s.weighted(f, f);
+          lanes(out.data + j) += x;
+          lanes(own + j) = x;
+        }
+        return;
+      }
       for (Index block = 0; block < w.groups(); ++block) {
         const Wide s = w.wide(block);
         T *f = F + block * rows * w.M1 * kLanes;
-        for (Index a = 0; a < rows; ++a) s.project(z + a * w.z_stride, f + a * w.M1 * kLanes);
         for (Index a = 0; a < rows; ++a) {
           for (Index b = 0; b <= a; ++b) {
             const Lanes<T> x = s.weighted(f + a * w.M1 * kLanes, f + b * w.M1 * kLanes);
@@ -157,7 +179,14 @@ struct Linear {
     if (w.structure == KBT_DIAGONAL) {
       floored = diagonal_update(adjoint, work);
     } else if (w.abreast) {
-      for (Index block = 0; block < w.groups(); ++block) floored += wide_update(block, adjoint, fuse, noise, work);
+      Index block = 0;
+      for (; adjoint.rows == 1 && block + kSets <= w.groups(); block += kSets) {
+        floored += wide_update<kSets>(block, adjoint, fuse, noise, work);
+      }
+      for (; block < w.groups(); ++block) {
+        floored += adjoint.rows == 1 ? wide_update<1>(block, adjoint, fuse, noise, work)
+                                     : wide_joint_update(block, adjoint, fuse, noise, work);
+      }
     } else {
       for (Index g = 0; g < w.groups(); ++g) floored += alone_update(g, adjoint, fuse, noise, work);
     }
@@ -165,6 +194,24 @@ struct Linear {
   }
 
  private:
+  void wide_project(Index rows) {
+    const Index length = w.M1 * kLanes;
+    for (Index a = 0; a < rows; ++a) {
+      const auto project = [&](auto sets, Index block) {
+        constexpr int P = decltype(sets)::value;
+        T *u[P], *f[P];
+        for (Index i = 0; i < P; ++i) {
+          u[i] = w.wide(block + i).u;
+          f[i] = F + ((block + i) * rows + a) * length;
+        }
+        Wide::template project_rows<P>(u, w.M1, z + a * w.z_stride, f);
+      };
+      Index block = 0;
+      for (; block + kSets <= w.groups(); block += kSets) project(std::integral_constant<int, kSets>(), block);
+      for (; block < w.groups(); ++block) project(std::integral_constant<int, 1>(), block);
+    }
+  }
+
   // ---- forward, by kind of input -----------------------------------------------------------------------------------
 
   static void add_same(const Cov<T> &out, Index a, Index b, Index block, const Lanes<T> &x) {
@@ -203,9 +250,7 @@ struct Linear {
       for (Index b = 0; b < in.rows; ++b) {
         const T *c = &in.same(a, b, 0);
         if (w.stride == 1) {
-          T sum = T(0);
-          for (Index p = 0; p < m; ++p) sum += w.mean[p] * c[p] * w.mean[p];
-          out.same(a, b, 0) += sum;
+          out.same(a, b, 0) += quadratic(w.mean, c, m);
           continue;
         }
         for (Index j = 0; j < n; ++j) {
@@ -248,9 +293,7 @@ struct Linear {
       for (Index a = 0; a < in.rows; ++a) {
         for (Index b = 0; b <= a; ++b) {
           const T *c = &in.same(a, b, 0);
-          for (Index p = 0; p < m; ++p) work.vector[p] = c[p];
-          fill(work.vector + m, T(0), w.z_stride - m);  // the bias has no variance
-          add(a, b, s.diagonal_times(work.vector));
+          add(a, b, s.diagonal_times(c, m, work.vector));  // the bias has no variance
         }
       }
       return;
@@ -279,23 +322,33 @@ struct Linear {
 
   // The same for `full`: sum_pq S_jk[p,q] C_ab[p,q] for all pairs of neurons. `full` is only ever given dense inputs.
   void full_weights(const Cov<T> &in, const Cov<T> &out, const Work &work) const {
-    const Index m = w.M1 - 1, rows = in.rows;
+    const Index m = w.M1 - 1, rows = in.rows, apart = rows * m, size = padded(m);
     const Alone s = w.alone(0);
-    T *column = work.vector, *X = work.inner;  // X[k] = C_ab U_r[k], n x M1
+    T *column = work.vector, *X = work.inner;  // column: U_r, each neuron's part padded with zeros; X[k] = C_ab U_r[k]
     const T *u = s.u;
     for (Index r = 0; r < s.M; u += padded(r), ++r) {
-      for (Index p = 0; p < r; ++p) column[p] = u[p];
-      column[r] = T(1);
       const Index last = r / w.M1;  // neurons 0..last have entries in this column
-      fill(column + r + 1, T(0), (last + 1) * w.M1 - (r + 1));
+      fill(column + last * size, T(0), size);
+      for (Index k = 0; k <= last; ++k) {
+        const Index used = k < last || r - k * w.M1 > m ? m : r - k * w.M1;
+        for (Index p = 0; p < used; ++p) column[k * size + p] = u[k * w.M1 + p];
+      }
+      if (r - last * w.M1 < m) column[last * size + r - last * w.M1] = T(1);
       for (Index a = 0; a < rows; ++a) {
         for (Index b = 0; b < rows; ++b) {
           for (Index k = 0; k <= last; ++k) {
-            for (Index p = 0; p < m; ++p) X[k * w.M1 + p] = dot(in.row(a, p) + b * m, column + k * w.M1, m);
+            const T *const part = column + k * size;
+            Index p = 0;
+            for (; p + 4 <= m; p += 4) {  // the zeros make whole lanes of a row of C_ab and a little behind it
+              const T *const c = in.row(a, p) + b * m;
+              four_dots(part, c, c + apart, c + 2 * apart, c + 3 * apart, size, X + k * size + p);
+            }
+            for (; p < m; ++p) X[k * size + p] = dot(in.row(a, p) + b * m, part, m);
+            fill(X + k * size + m, T(0), size - m);
           }
           for (Index j = 0; j <= last; ++j) {
             for (Index k = 0; k <= last; ++k) {
-              out.row(a, j)[b * w.n + k] += s.d[r] * dot(column + j * w.M1, X + k * w.M1, m);
+              out.row(a, j)[b * w.n + k] += s.d[r] * dot(column + j * size, X + k * size, size);
             }
           }
         }
@@ -305,14 +358,14 @@ struct Linear {
 
   // Rows of F of a group that stands alone are (row a, member j); their entries before j * M1 are zero.
   void alone_cov_forward(Index g, const Cov<T> &out) {
-    const Index rows = out.rows, members = w.members(), M = w.M();
+    const Index rows = out.rows, members = w.members(), length = w.length();
     const Alone s = w.alone(g);
-    T *f = F + g * rows * members * M;
+    T *f = F + g * rows * members * length;
     if (members == 1) {
-      for (Index a = 0; a < rows; ++a) s.project(z + a * w.z_stride, f + a * M);
+      for (Index a = 0; a < rows; ++a) s.project(z + a * w.z_stride, f + a * length);
       for (Index a = 0; a < rows; ++a) {
         for (Index b = 0; b <= a; ++b) {
-          const T x = s.weighted(f + a * M, f + b * M);
+          const T x = s.weighted(f + a * length, f + b * length);
           own[(a * rows + b) * w.stride + g] = own[(b * rows + a) * w.stride + g] = x;
           out.same(a, b, g) += x;
           if (a != b) out.same(b, a, g) += x;
@@ -320,47 +373,58 @@ struct Linear {
       }
       return;
     }
-    full_project(s, rows, f);
-    for (Index i = 0; i < rows * members; ++i) {
-      const Index start_i = i % members * w.M1;
-      T *weighted = f + rows * members * M;  // one spare row behind F
-      for (Index q = start_i; q < M; ++q) weighted[q] = s.d[q] * f[i * M + q];
-      for (Index k = 0; k <= i; ++k) {
-        const Index start_k = k % members * w.M1, start = start_i > start_k ? start_i : start_k;
-        const T x = dot(weighted + start, f + k * M + start, M - start);
-        T &to = entry(out, i, k, g);
-        to += x;
-        if (i != k) entry(out, k, i, g) += x;
+    for (Index a = 0; a < rows; ++a) full_project(s, z + a * w.z_stride, f + a * members * length);
+    T *weighted = f + rows * members * length;  // one spare row behind F
+    const Index count = rows * members;
+    for (Index i = 0; i < count; ++i) {
+      const Index start =
+          i % members * w.M1 / kLanes * kLanes;  // whole lanes; zeros before the first entry and behind M
+      for (Index q = start; q < length; q += kLanes) lanes(weighted + q) = lanes(s.d + q) * lanes(f + i * length + q);
+      const auto add = [&](Index k, T x) {
+        out.data[i * count + k] += x;
+        if (i != k) out.data[k * count + i] += x;
+      };
+      Index k = 0;
+      for (; k + 4 <= i + 1; k += 4) {
+        const T *fk = f + k * length + start;
+        T x[4];
+        four_dots(weighted + start, fk, fk + length, fk + 2 * length, fk + 3 * length, length - start, x);
+        for (Index c = 0; c < 4; ++c) add(k + c, x[c]);
       }
+      for (; k <= i; ++k) add(k, dot(weighted + start, f + k * length + start, length - start));
     }
   }
 
-  T &entry(const Cov<T> &out, Index i, Index k, Index g) const {
-    if (w.members() == 1) return out.same(i, k, g);
-    return out.data[i * out.rows * out.n + k];
-  }
-
-  void full_project(const Alone &s, Index rows, T *f) const {
-    const Index n = w.n, M = s.M;
+  // f[j][q] = sum_p U[(j,p),q] z_p, four columns q at a time over the neurons that all four have in common. The zeros
+  // that pad z let a neuron's rows be read in whole lanes, a few numbers of the next neuron (or, behind the last
+  // column, of the next array in the arena) with them.
+  void full_project(const Alone &s, const T *z, T *f) const {
+    const Index M = s.M, M1 = w.M1, length = w.length();
+    fill(f, T(0), w.n * length);
+    const auto rest = [&](const T *column, Index q,
+                          Index j) {  // from neuron j on, up to the weight's own unit diagonal
+      for (; (j + 1) * M1 <= q; ++j) f[j * length + q] = dot(z, column + j * M1, M1);
+      f[j * length + q] = dot(z, column + j * M1, q - j * M1) + z[q - j * M1];
+    };
     const T *column = s.u;
-    for (Index q = 0; q < M; column += padded(q), ++q) {
-      const Index own = q / w.M1, at = q % w.M1;  // weight q belongs to input `at` of neuron `own`
-      for (Index a = 0; a < rows; ++a) {
-        const T *za = z + a * w.z_stride;
-        for (Index j = 0; j < own; ++j) f[(a * n + j) * M + q] = dot(column + j * w.M1, za, w.M1);
-        f[(a * n + own) * M + q] = za[at] + dot(column + own * w.M1, za, at);
-        for (Index j = own + 1; j < n; ++j) f[(a * n + j) * M + q] = T(0);
+    Index q = 0;
+    for (; q + 4 <= M; q += 4) {
+      const T *const c1 = column + padded(q), *const c2 = c1 + padded(q + 1), *const c3 = c2 + padded(q + 2);
+      const Index common = q / M1;
+      for (Index j = 0; j < common; ++j) {
+        const Index at = j * M1;
+        four_dots(z, column + at, c1 + at, c2 + at, c3 + at, padded(M1), f + j * length + q);
       }
+      rest(column, q, common);
+      rest(c1, q + 1, common);
+      rest(c2, q + 2, common);
+      rest(c3, q + 3, common);
+      column = c3 + padded(q + 3);
     }
+    for (; q < M; column += padded(q), ++q) rest(column, q, 0);
   }
 
   // ---- update, by structure ----------------------------------------------------------------------------------------
-
-  template <class Factor>
-  static typename Factor::Step step_of(const Factor &s, T *memory) {
-    const Index each = padded(s.M + 1) * Factor::kWidth;
-    return {memory, memory + each, memory + 2 * each, memory + 3 * each};
-  }
 
   // Cov(w,u) Lambda Cov(u,w) has the diagonal D_p^2 (z_p^T Lambda_j z_p), with z_p the column of input p over the rows.
   // What it takes of D_p is `shrink`, and `pull` moves the mean. A single neuron runs over its inputs, more run side by
@@ -412,50 +476,67 @@ struct Linear {
     return floored;
   }
 
-  int wide_update(Index block, const Adjoint<T> &adjoint, bool fuse, const T *noise, const Work &work) {
+  struct WideAdjoint {  // entry a of r (column 0) or of a column of B, for the neurons of one block
+    const Adjoint<T> &adjoint;
+    Index lane;
+    Lanes<T> operator()(Index column, Index a) const {
+      return lanes(adjoint.data + (column * adjoint.rows + a) * adjoint.stride + lane);
+    }
+  };
+
+  int wide_joint_update(Index block, const Adjoint<T> &adjoint, bool fuse, const T *noise, const Work &work) {
     Wide s = w.wide(block);
-    const typename Wide::Step step = step_of(s, work.step);
     T *f = F + block * adjoint.rows * w.M1 * kLanes;
     const Index lane = block * kLanes;
-    if (adjoint.rows > 1) {
-      return joint_update(
-          s, f, adjoint.rows, adjoint, fuse, noise, lane, step, work,
-          [&](Index column, Index a) {
-            return Lanes<T>(lanes(adjoint.data + (column * adjoint.rows + a) * adjoint.stride + lane));
-          },
-          [&](const T *gain, T scale) {
-            for (Index p = 0; p < w.M1; ++p) {
-              lanes(w.mean + p * w.stride + lane) += lanes(gain + p * kLanes) * scale;
-            }
-          });
-    }
+    return joint_update(s, f, adjoint.rows, adjoint, fuse, noise, lane, s.step_in(work.step), work,
+                        WideAdjoint{adjoint, lane}, [&](const T *gain, T scale) {
+                          for (Index p = 0; p < w.M1; ++p) {
+                            lanes(w.mean + p * w.stride + lane) += lanes(gain + p * kLanes) * scale;
+                          }
+                        });
+  }
+
+  // One row: a single rank-one step per neuron, for P blocks of neurons from `block` on.
+  template <int P>
+  int wide_update(Index block, const Adjoint<T> &adjoint, bool fuse, const T *noise, const Work &work) {
     int floored = 0;
-    Lanes<T> lambda = Lanes<T>::Zero();
-    for (Index k = 0; k < adjoint.rank; ++k) {
-      const Lanes<T> b = lanes(adjoint.B(k, 0) + lane);
-      lambda += adjoint.signs[k] * b * b;
+    T *u[P];
+    Lanes<T> r[P];
+    for (Index i = 0; i < P; ++i) {
+      Wide s = w.wide(block + i);
+      const Index lane = (block + i) * kLanes;
+      Lanes<T> lambda = Lanes<T>::Zero();
+      for (Index c = 0; c < adjoint.rank; ++c) {
+        const Lanes<T> b = lanes(adjoint.B(c, 0) + lane);
+        lambda += adjoint.signs[c] * b * b;
+      }
+      Lanes<T> left = T(1) - lambda * lanes(own + lane);
+      if (noise != nullptr) {
+        compress<Wide>(work.B, work.O, 1, adjoint.rank, WideAdjoint{adjoint, lane});
+        noise_among_others<Wide>(lane, adjoint, noise, work);
+        left = lanes(work.Q);
+      }
+      const Lanes<T> share = Wide::at_least(left, smallest_share<T>(), floored);
+      s.scale(F + (block + i) * w.M1 * kLanes, lambda, share, !fuse, s.step_in(work.step, i, P));
+      u[i] = s.u;
+      r[i] = lanes(adjoint.r(0) + lane);
     }
-    const Lanes<T> r = lanes(adjoint.r(0) + lane);
-    Lanes<T> left = T(1) - lambda * lanes(own + lane);
-    if (noise != nullptr) {
-      compress<Wide>(work.B, work.O, 1, adjoint.rank, [&](Index column, Index) {
-        return Lanes<T>(lanes(adjoint.data + column * adjoint.stride + lane));
-      });
-      noise_among_others<Wide>(lane, adjoint, noise, work);
-      left = lanes(work.Q);
-    }
-    const Lanes<T> share = Wide::at_least(left, smallest_share<T>(), floored);
-    s.rank_one(f, lambda, share, !fuse, step);
-    for (Index p = 0; p < w.M1; ++p) lanes(w.mean + p * w.stride + lane) += lanes(step.b + p * kLanes) * r;
+    T *const mean = w.mean + block * kLanes;
+    const Index stride = w.stride;
+    const T *const first = w.wide(block).step_in(work.step, 0, P).v;
+    Wide::template pass_by_rows<P>(u, first, w.M1, [&](Index i, Index p, const Lanes<T> &b) {
+      lanes(mean + p * stride + i * kLanes) += b * r[i];
+    });
     return floored;
   }
 
   int alone_update(Index g, const Adjoint<T> &adjoint, bool fuse, const T *noise, const Work &work) {
     Alone s = w.alone(g);
-    const typename Alone::Step step = step_of(s, work.step);
+    const typename Alone::Step step = s.step_in(work.step);
     const Index members = w.members(), dimensions = adjoint.rows * members;
-    T *f = F + g * dimensions * s.M;
+    T *f = F + g * dimensions * w.length();
     const auto add_gain = [&](const T *gain, T scale) {
+      if (w.stride == 1) return axpy(w.mean, scale, gain, w.M1);
       for (Index j = 0; j < members; ++j) {
         for (Index p = 0; p < w.M1; ++p) w.mean[p * w.stride + g + j] += gain[j * w.M1 + p] * scale;
       }
@@ -496,7 +577,7 @@ struct Linear {
                    Index first, const typename Factor::Step &step, const Work &work, AdjointAt adjoint_at,
                    AddGain add_gain) {
     using Value = typename Factor::Value;
-    const Index M = s.M, length = M * Factor::kWidth;
+    const Index M = s.M, length = Factor::vector_count(M);
     int floored = 0;
 
     const bool shorter = compressed(dimensions, adjoint.rank, fuse);

@@ -13,6 +13,7 @@
 #include <Eigen/Core>
 #include <cmath>
 #include <cstddef>
+#include <cstring>
 
 namespace kbt {
 
@@ -20,11 +21,28 @@ using Index = std::ptrdiff_t;
 
 constexpr Index kLanes = 8;  // neurons side by side; also the number of partial sums of a dot product
 
-#if defined(__clang__)
-#define KBT_UNROLL _Pragma("unroll(2)")
+// A machine without vectors works on one set of lanes in plain loops, where code size counts. Others work on several
+// sets at once, to hide the latency of one, and on rows and columns in fours. Either way the sums run in the same
+// order.
+#ifdef EIGEN_DONT_VECTORIZE
+constexpr bool kVectors = false;
+#define KBT_UNROLL
+#define KBT_UNROLL_ALL
 #else
+constexpr bool kVectors = true;
+#if defined(__clang__)
+#define KBT_SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#define KBT_UNROLL _Pragma("unroll(2)")
+#define KBT_UNROLL_ALL _Pragma("unroll")
+#else
+typedef int ShuffleMask __attribute__((vector_size(16)));
+#define KBT_SHUFFLE(x, y, ...) __builtin_shuffle(x, y, ShuffleMask{__VA_ARGS__})
 #define KBT_UNROLL _Pragma("GCC unroll 2")
+#define KBT_UNROLL_ALL _Pragma("GCC unroll 32")
 #endif
+#endif
+constexpr int kMostSets = 4;  // room in the arena, which is equally large everywhere
+constexpr int kSets = kVectors ? kMostSets : 1;
 
 constexpr Index padded(Index n) {
   return (n + kLanes - 1) / kLanes * kLanes;
@@ -58,19 +76,81 @@ T sum_of(const Lanes<T> &x) {
   return (half[0] + half[2]) + (half[1] + half[3]);
 }
 
+// sum_of four of them, into four neighbours. For float the sums are taken side by side, each in the order of sum_of.
+template <class T>
+inline __attribute__((always_inline)) void four_sums(const Lanes<T> &s0, const Lanes<T> &s1, const Lanes<T> &s2,
+                                                     const Lanes<T> &s3, T *out) {
+  if constexpr (kVectors && sizeof(T) == 4) {
+    typedef T Four __attribute__((vector_size(16)));
+    const auto half = [](const Lanes<T> &s) {
+      const Eigen::Array<T, 4, 1> sum = s.template head<4>() + s.template tail<4>();
+      Four four;
+      std::memcpy(&four, sum.data(), sizeof four);
+      return four;
+    };
+    const Four h0 = half(s0), h1 = half(s1), h2 = half(s2), h3 = half(s3);
+    const Four a = KBT_SHUFFLE(h0, h1, 0, 1, 4, 5) + KBT_SHUFFLE(h0, h1, 2, 3, 6, 7);
+    const Four b = KBT_SHUFFLE(h2, h3, 0, 1, 4, 5) + KBT_SHUFFLE(h2, h3, 2, 3, 6, 7);
+    const Four sums = KBT_SHUFFLE(a, b, 0, 2, 4, 6) + KBT_SHUFFLE(a, b, 1, 3, 5, 7);
+    std::memcpy(out, &sums, sizeof sums);
+  } else {
+    out[0] = sum_of(s0);
+    out[1] = sum_of(s1);
+    out[2] = sum_of(s2);
+    out[3] = sum_of(s3);
+  }
+}
+
 // Sum of x_i y_i: eight partial sums, and what is left over one by one, whatever the vector width of the machine.
 template <class T>
 T dot(const T *x, const T *y, Index n) {
+  using Map = Eigen::Map<const Lanes<T>>;
   T rest = T(0);
   Index i = 0;
   if (n >= kLanes) {
-    Lanes<T> sums = Lanes<T>::Zero();
-    for (; i + kLanes <= n; i += kLanes) {
-      sums += Eigen::Map<const Lanes<T>>(x + i) * Eigen::Map<const Lanes<T>>(y + i);
-    }
+    Lanes<T> sums = Map(x) * Map(y);
+    for (i = kLanes; i + kLanes <= n; i += kLanes) sums += Map(x + i) * Map(y + i);
     rest = sum_of(sums);
   }
-  for (; i < n; ++i) rest += x[i] * y[i];
+  for (Index left = n % kLanes; left > 0; --left, ++i) rest += x[i] * y[i];
+  return rest;
+}
+
+// Four of them with one x, which is loaded once; for an n of whole lanes.
+template <class T>
+inline __attribute__((always_inline)) void four_dots(const T *x, const T *y0, const T *y1, const T *y2, const T *y3,
+                                                     Index n, T *out) {
+  if (!kVectors) {
+    out[0] = dot(x, y0, n);
+    out[1] = dot(x, y1, n);
+    out[2] = dot(x, y2, n);
+    out[3] = dot(x, y3, n);
+    return;
+  }
+  using Map = Eigen::Map<const Lanes<T>>;
+  Lanes<T> s0 = Map(x) * Map(y0), s1 = Map(x) * Map(y1), s2 = Map(x) * Map(y2), s3 = Map(x) * Map(y3);
+  for (Index i = kLanes; i < n; i += kLanes) {
+    const Lanes<T> xi = Map(x + i);
+    s0 += xi * Map(y0 + i);
+    s1 += xi * Map(y1 + i);
+    s2 += xi * Map(y2 + i);
+    s3 += xi * Map(y3 + i);
+  }
+  four_sums(s0, s1, s2, s3, out);
+}
+
+// Sum of x_i^2 c_i, in the same order.
+template <class T>
+T quadratic(const T *x, const T *c, Index n) {
+  T rest = T(0);
+  Index i = 0;
+  if (n >= kLanes) {
+    using Map = Eigen::Map<const Lanes<T>>;
+    Lanes<T> sums = Lanes<T>::Zero();
+    for (; i + kLanes <= n; i += kLanes) sums += Map(x + i) * Map(c + i) * Map(x + i);
+    rest = sum_of(sums);
+  }
+  for (Index left = n % kLanes; left > 0; --left, ++i) rest += x[i] * c[i] * x[i];
   return rest;
 }
 
@@ -86,14 +166,17 @@ void fill(T *x, T value, Index n) {
 
 template <class T>
 bool all_finite(const T *x, Index n) {  // x - x is 0 for a finite number and NaN otherwise
-  Lanes<T> sums = Lanes<T>::Zero();
-  Index i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    const Lanes<T> v = Eigen::Map<const Lanes<T>>(x + i);
-    sums += v - v;
+  T rest = T(0);
+  for (Index left = n % kLanes; left > 0; --left, ++x) rest += *x - *x;
+  if (n >= kLanes) {
+    Lanes<T> sums = Lanes<T>::Zero();
+    for (Index i = 0; i + kLanes <= n; i += kLanes) {
+      const Lanes<T> v = Eigen::Map<const Lanes<T>>(x + i);
+      sums += v - v;
+    }
+    rest += sum_of(sums);
   }
-  for (; i < n; ++i) sums[0] += x[i] - x[i];
-  return sum_of(sums) == T(0);
+  return rest == T(0);
 }
 
 // In place A = L L^T, lower triangle only. A pivot below `floor`, which exact arithmetic could not give, is raised to

@@ -81,6 +81,7 @@ struct Measurement {
     const Index K = rows * n;
     const bool multinomial = noise_kind == KBT_NOISE_MULTINOMIAL;
     innovate(y);
+    if (K == 1) return fuse_number(*cov, *noise.values, want_N, adjoint);
     if (output == KBT_SOFTMAX) set_map(multinomial);
     if (output == KBT_SOFTMAX) {
       sandwich(cov, X, L);
@@ -120,6 +121,21 @@ struct Measurement {
     }
 
     if (want_N) whiten([&](Index i, Index k) { return multinomial ? T(i == k) : noise_at(noise, i, k); });
+  }
+
+  // The same where every matrix is a number: one row, one output, the common control loop.
+  void fuse_number(T cov, T noise, bool want_N, const Adjoint<T> &adjoint) {
+    const T sum = cov + noise, floor = T(kNoiseFloor);
+    floored = !(sum >= floor);
+    *L = std::sqrt(floored ? floor : sum);
+    *X = T(1) / *L;
+    *innovation /= *L;
+    nis = *innovation * *innovation;
+    log_likelihood = log_density(1);
+    *signs = T(1);
+    *adjoint.B(0, 0) = *X;
+    *adjoint.r(0) = *X * *innovation;
+    if (want_N) *N = noise / *L / *L;
   }
 
   // `replace`, the paper's rule: the output becomes y with covariance `noise`, Lambda = V (noise - S) V with V = S^-1.

@@ -62,7 +62,7 @@ struct Factors {
   using Value = std::conditional_t<W == 1, T, Lanes<T>>;
 
   Index M;
-  T *d;  // M x W
+  T *d;  // vector_count(M)
   T *u;  // W = kLanes: rows p of entries q > p, 8 numbers each. W = 1: columns q of padded(q) numbers.
 
   static Index u_count(Index M) { return W == 1 ? column_offset(M) : M * (M - 1) / 2 * W; }
@@ -73,7 +73,7 @@ struct Factors {
   T *entry(Index p, Index q) const {  // U_pq, p < q
     return W == 1 ? u + column_offset(q) + p : u + (p * (2 * M - p - 1) / 2 + q - p - 1) * W;
   }
-  // Length of a vector over the rows of U, in numbers.
+  // Length of a vector over the rows of U, in numbers. What pads it is zero.
   static constexpr Index vector_count(Index M) { return W == 1 ? padded(M) : M * W; }
 
   static decltype(auto) at(T *x, Index i) {
@@ -103,7 +103,8 @@ struct Factors {
       floored += low;
       return low ? floor : x;
     } else {
-      Lanes<T> y;
+      Lanes<T> y = x.max(Lanes<T>::Constant(floor));
+      if (sum_of(Lanes<T>(y - x)) == T(0)) return y;
       for (Index l = 0; l < W; ++l) {
         const bool low = !(x[l] >= floor);
         floored += low;
@@ -113,38 +114,76 @@ struct Factors {
     }
   }
 
-  // f = U^T z, for a z shared by all lanes. W = 1: z is padded to whole lanes.
+  // f = U^T z for one matrix alone; z is padded to whole lanes.
   void project(const T *z, T *f) const {
-    if constexpr (W == 1) {
-      const T *column = u;
-      for (Index q = 0; q < M; column += padded(q), ++q) {
-        Lanes<T> sum = Lanes<T>::Zero();
-        for (Index i = 0; i < q; i += kLanes) sum += lanes(column + i) * lanes(z + i);
-        f[q] = z[q] + sum_of(sum);
+    static_assert(W == 1, "sets of lanes are projected by project_rows");
+    const T *column = u;
+    f[0] = z[0];
+    for (Index q = 1; q < M;) {  // columns of one length, four at a time
+      const Index length = padded(q), end = length < M - 1 ? length + 1 : M;
+      for (; q + 4 <= end; q += 4, column += 4 * length) {
+        four_dots(z, column, column + length, column + 2 * length, column + 3 * length, length, f + q);
       }
-    } else {
-      for (Index q = 0; q < M; ++q) lanes(f + q * W) = Lanes<T>::Constant(z[q]);
-      const T *row = u;
-      for (Index p = 0; p + 1 < M; p += 2) {  // two rows share each f_q
-        const Index count = (M - p - 2) * W;
-        const T *next = row + count + W;
-        const Lanes<T> z1 = Lanes<T>::Constant(z[p]), z2 = Lanes<T>::Constant(z[p + 1]);
-        T *const from = f + (p + 2) * W;
-        lanes(f + (p + 1) * W) += lanes(row) * z1;
-        row += W;
+      for (; q < end; ++q, column += length) f[q] = dot(z, column, length);
+    }
+    array(f + 1, M - 1) += array(z + 1, M - 1);
+  }
+
+  // The same for P sets of lanes with one z. Four rows of U share each f_q, and the sets share z.
+  template <int P>
+  static void project_rows(T *const *u, Index M, const T *z, T *const *f) {
+    const T *row[P];
+    T *to[P];
+    for (int j = 0; j < P; ++j) {
+      row[j] = u[j];
+      to[j] = f[j];
+    }
+    for (Index i = 0; i < M * W; i += W, ++z) {
+      const Lanes<T> zq = Lanes<T>::Constant(*z);
+      for (int j = 0; j < P; ++j) lanes(to[j] + i) = zq;
+    }
+    z -= M;
+    Index p = 0;
+    for (; kVectors && p + 4 < M; p += 4) {
+      const Index count = (M - p - 4) * W;
+      const Lanes<T> z0 = Lanes<T>::Constant(z[p]), z1 = Lanes<T>::Constant(z[p + 1]);
+      const Lanes<T> z2 = Lanes<T>::Constant(z[p + 2]), z3 = Lanes<T>::Constant(z[p + 3]);
+      KBT_UNROLL_ALL
+      for (int j = 0; j < P; ++j) {
+        const T *const r0 = row[j] + 3 * W, *const r1 = r0 + count + 2 * W;
+        const T *const r2 = r1 + count + W, *const r3 = r2 + count;
+        T *const t = to[j] + 4 * W;
+        lanes(t - 3 * W) += lanes(r0 - 3 * W) * z0;
+        lanes(t - 2 * W) = (lanes(t - 2 * W) + lanes(r0 - 2 * W) * z0) + lanes(r1 - 2 * W) * z1;
+        lanes(t - W) = ((lanes(t - W) + lanes(r0 - W) * z0) + lanes(r1 - W) * z1) + lanes(r2 - W) * z2;
         KBT_UNROLL
-        for (Index i = 0; i < count; i += W)
-          lanes(from + i) = (lanes(from + i) + lanes(row + i) * z1) + lanes(next + i) * z2;
-        row = next + count;
+        for (Index i = 0; i < count; i += W) {
+          const Lanes<T> two = (lanes(t + i) + lanes(r0 + i) * z0) + lanes(r1 + i) * z1;
+          lanes(t + i) = (two + lanes(r2 + i) * z2) + lanes(r3 + i) * z3;
+        }
+        row[j] = r3 + count;
+        to[j] = t;
+      }
+    }
+    for (; p < M; ++p) {
+      for (int j = 0; j < P; ++j) {
+        to[j] += W;
+        for (Index i = 0; i < (M - p - 1) * W; i += W, row[j] += W) lanes(to[j] + i) += lanes(row[j]) * z[p];
       }
     }
   }
 
   // f^T D g
   Value weighted(const T *f, const T *g) const {
-    Value sum = constant(T(0));
-    for (Index q = 0; q < M; ++q) sum += at(f, q) * at(d, q) * at(g, q);
-    return sum;
+    const Index count = vector_count(M);
+    Lanes<T> sum = Lanes<T>::Zero();
+    KBT_UNROLL
+    for (Index i = 0; i < count; i += kLanes) sum += lanes(f + i) * lanes(d + i) * lanes(g + i);
+    if constexpr (W == 1) {
+      return sum_of(sum);
+    } else {
+      return sum;
+    }
   }
 
   // b = U D f, which is S a for f = U^T a.
@@ -167,31 +206,55 @@ struct Factors {
     }
   }
 
-  // sum_p S_pp c_p. c is shared by all lanes and padded with zeros to whole lanes.
-  Value diagonal_times(const T *c) const {
-    Value sum = constant(T(0));
+  // sum_p S_pp c_p over the first `count` weights, for a c shared by all lanes. `scratch`: vector_count(M).
+  Value diagonal_times(const T *c, Index count, T *scratch) const {
     if constexpr (W == 1) {
+      for (Index i = 0; i < M; i += kLanes) lanes(scratch + i) = lanes(d + i);
       const T *column = u;
-      for (Index q = 0; q < M; column += padded(q), ++q) {  // sum_q D_q (c_q + sum_p U_pq^2 c_p)
-        Lanes<T> inner = Lanes<T>::Zero();
-        for (Index i = 0; i < q; i += kLanes) inner += lanes(column + i) * lanes(column + i) * lanes(c + i);
-        sum += d[q] * (c[q] + sum_of(inner));
+      for (Index q = 1; q < M;) {  // columns of one length, four at a time
+        const Index length = padded(q), end = length < M - 1 ? length + 1 : M;
+        for (; kVectors && q + 4 <= end; q += 4, column += 4 * length) {
+          const Lanes<T> d0 = Lanes<T>::Constant(d[q]), d1 = Lanes<T>::Constant(d[q + 1]);
+          const Lanes<T> d2 = Lanes<T>::Constant(d[q + 2]), d3 = Lanes<T>::Constant(d[q + 3]);
+          const T *const c1 = column + length, *const c2 = c1 + length, *const c3 = c2 + length;
+          for (Index i = 0; i < length; i += kLanes) {
+            const Lanes<T> u0 = lanes(column + i), u1 = lanes(c1 + i), u2 = lanes(c2 + i), u3 = lanes(c3 + i);
+            const Lanes<T> two = (lanes(scratch + i) + u0 * u0 * d0) + u1 * u1 * d1;
+            lanes(scratch + i) = (two + u2 * u2 * d2) + u3 * u3 * d3;
+          }
+        }
+        for (; q < end; ++q, column += length) {
+          for (Index i = 0; i < length; i += kLanes) {
+            lanes(scratch + i) += lanes(column + i) * lanes(column + i) * d[q];
+          }
+        }
       }
+      return dot(scratch, c, count);
     } else {
+      Value sum = constant(T(0));
       const T *row = u;
-      for (Index p = 0; p < M; ++p) {  // sum_p c_p (D_p + sum_q U_pq^2 D_q)
+      for (Index p = 0; p < count; ++p) {  // sum_p c_p (D_p + sum_q U_pq^2 D_q)
         Lanes<T> inner = lanes(d + p * W);
         for (Index q = p + 1; q < M; ++q, row += W) inner += lanes(row) * lanes(row) * lanes(d + q * W);
         sum += inner * c[p];
       }
+      return sum;
     }
-    return sum;
   }
 
-  // Scratch of one rank-one step. b: vector_count(M); v, k: M x W; alpha: (M + 1) x W, for growth only.
+  // Scratch of one rank-one step: vectors over the rows of U, and one number more for alpha. W = 1: v and k one after
+  // the other. Else they alternate, so that the pass runs along one array; with P sets, all v and all k of a row do.
   struct Step {
     T *b, *v, *k, *alpha;
+    Index apart;  // from v_q to v_q+1, and from k_q to k_q+1
   };
+  static constexpr Index step_count(Index M, Index sets = 1) { return (2 + 2 * sets) * vector_count(M) + kLanes; }
+  Step step_in(T *memory, Index set = 0, Index sets = 1) const {
+    const Index each = vector_count(M);
+    T *const runs = memory + each, *const alpha = runs + 2 * sets * each;
+    if (W == 1) return {memory, runs, runs + each, alpha, 1};
+    return {memory, runs + set * W, runs + (sets + set) * W, alpha, 2 * sets * W};
+  }
 
   // S <- S - (lambda / alpha_M) (S a)(S a)^T for f = U^T a, where alpha_0 is what the step leaves of the variance of
   // a^T w, as a share: alpha_0 = 1 - lambda a^T S a, alpha_M = alpha_0 + lambda a^T S a = 1. On return step.b = S a
@@ -201,15 +264,51 @@ struct Factors {
   // written in the same recursion, with alpha_q = 1 - lambda sum_{i>q} f_i v_i summed from the far end, so that again
   // only positive terms are added.
   void rank_one(const T *f, const Value &lambda, const Value &alpha_0, bool may_grow, const Step &step) {
-    if (may_grow) {
-      scale_with_growth(f, lambda, alpha_0, step);
-    } else {
-      scale(f, lambda, alpha_0, step);
-    }
+    scale(f, lambda, alpha_0, may_grow, step);
     if constexpr (W == 1) {
       pass_by_columns(step.b, step.v, step.k);
     } else {
-      pass_by_rows(step.b, step.v, step.k);
+      pass_by_rows<1>(&u, step.v, M, [&](Index, Index p, const Lanes<T> &b) { lanes(step.b + p * W) = b; });
+    }
+  }
+
+  // Its first half: v = D f, k_q = -lambda f_q / alpha_{q-1}, D_q <- D_q alpha_{q-1} / alpha_q.
+  void scale(const T *f, const Value &lambda, const Value &alpha_0, bool may_grow, const Step &step) {
+    if (may_grow) {
+      scale_with_growth(f, lambda, alpha_0, step);
+    } else {
+      scale_down(f, lambda, alpha_0, step);
+    }
+  }
+
+  // The second half of rank_one, for P sets of lanes at once, because one alone would wait for its own sum b_p. For
+  // each q the v of all sets and then the k of all sets lie in one run.
+  //   U_pq <- U_pq + k_q b_p,  b_p <- b_p + (old U_pq) v_q  for q = p+1, p+2, ..., starting from b_p = v_p.
+  // done(set, p, b_p) takes (S a)_p.
+  template <int P, class Done>
+  static void pass_by_rows(T *const *u, const T *v, Index M, Done done) {
+    constexpr Index kRun = 2 * P * W;
+    T *row[P];
+    for (int j = 0; j < P; ++j) row[j] = u[j];
+    for (Index p = 0; p < M; ++p) {
+      Lanes<T> b[P];
+      for (int j = 0; j < P; ++j) b[j] = lanes(v + j * W);
+      v += kRun;
+      const T *vq = v;
+      const Index count = (M - p - 1) * W;
+      KBT_UNROLL
+      for (Index i = 0; i < count; i += W, vq += kRun) {
+        KBT_UNROLL_ALL
+        for (int j = 0; j < P; ++j) {
+          const Lanes<T> old = lanes(row[j] + i);
+          lanes(row[j] + i) = lanes(vq + (P + j) * W) * b[j] + old;
+          b[j] += old * lanes(vq + j * W);
+        }
+      }
+      for (int j = 0; j < P; ++j) {
+        row[j] += count;
+        done(j, p, b[j]);
+      }
     }
   }
 
@@ -218,8 +317,8 @@ struct Factors {
     Value sum = constant(T(0));
     for (Index q = 0; q < M; ++q) {
       const Value old = at(f, q);
-      at(f, q) = old + at(step.k, q) * sum;
-      sum += at(step.v, q) * old;
+      at(f, q) = old + at(step.k + q * step.apart, 0) * sum;
+      sum += at(step.v + q * step.apart, 0) * old;
     }
   }
 
@@ -232,65 +331,91 @@ struct Factors {
   }
 
  private:
-  // U_pq <- U_pq + k_q b_p,  b_p <- b_p + (old U_pq) v_q  for q = p+1, p+2, ..., starting from b_p = v_p.
-  void pass_by_rows(T *b, const T *v, const T *k) {
-    T *row = u;
-    for (Index p = 0; p < M; ++p) {
-      Lanes<T> bp = lanes(v + p * W);
-      const T *const vp = v + (p + 1) * W, *const kp = k + (p + 1) * W;
-      const Index count = (M - p - 1) * W;
-      KBT_UNROLL
-      for (Index i = 0; i < count; i += W) {
-        const Lanes<T> upq = lanes(row + i);
-        lanes(row + i) = lanes(kp + i) * bp + upq;
-        bp += upq * lanes(vp + i);
-      }
-      row += count;
-      lanes(b + p * W) = bp;
-    }
-  }
-
-  // The same, column after column. The padding of a column is zero and stays zero, because b is zero there until b_q is
-  // set.
+  // As pass_by_rows, column after column. The padding of a column is zero and stays zero, because b is zero there until
+  // b_q is set.
   void pass_by_columns(T *b, const T *v, const T *k) {
     fill(b, T(0), vector_count(M));
     T *column = u;
-    for (Index q = 0; q < M; ++q) {
-      const T vq = v[q], kq = k[q];
-      const Index count = padded(q);
-      KBT_UNROLL
-      for (Index i = 0; i < count; i += kLanes) {
-        const Lanes<T> uq = lanes(column + i), bq = lanes(b + i);
-        lanes(column + i) = kq * bq + uq;
-        lanes(b + i) = bq + uq * vq;
+    b[0] = v[0];
+    for (Index q = 1; q < M;) {  // columns of one length
+      const Index length = padded(q), end = length < M - 1 ? length + 1 : M;
+      const Index last = length - kLanes;  // the lanes where b_q joins
+      const auto column_pass = [=](Index at, T *to, Index from) {
+        const Lanes<T> vq = Lanes<T>::Constant(v[at]), kq = Lanes<T>::Constant(k[at]);
+        for (Index i = from; i < length; i += kLanes) {
+          const Lanes<T> uq = lanes(to + i), bq = lanes(b + i);
+          lanes(to + i) = kq * bq + uq;
+          lanes(b + i) = bq + uq * vq;
+        }
+        b[at] = v[at];
+      };
+      for (; kVectors && q + 2 <= end; q += 2, column += 2 * length) {  // two columns share each b
+        const Lanes<T> v0 = Lanes<T>::Constant(v[q]), k0 = Lanes<T>::Constant(k[q]);
+        const Lanes<T> v1 = Lanes<T>::Constant(v[q + 1]), k1 = Lanes<T>::Constant(k[q + 1]);
+        T *const next = column + length;
+        for (Index i = 0; i < last; i += kLanes) {
+          const Lanes<T> u0 = lanes(column + i), u1 = lanes(next + i), b0 = lanes(b + i), b1 = b0 + u0 * v0;
+          lanes(column + i) = k0 * b0 + u0;
+          lanes(next + i) = k1 * b1 + u1;
+          lanes(b + i) = b1 + u1 * v1;
+        }
+        column_pass(q, column, last);
+        column_pass(q + 1, next, last);
       }
-      column += count;
-      b[q] = vq;
+      for (; q < end; ++q, column += length) column_pass(q, column, 0);
     }
   }
 
-  // v = D f, k_q = -lambda f_q / alpha_{q-1}, D_q <- D_q alpha_{q-1} / alpha_q.
-  void scale(const T *f, const Value &lambda, const Value &alpha_0, const Step &step) {
-    T *const v = step.v, *const k = step.k, *const diagonal = d;
-    Value before = alpha_0, inverse = T(1) / alpha_0;
-    const Value minus_lambda = -lambda;
-    for (Index q = 0; q < M; ++q) {
-      const Value fq = at(f, q), dq = at(diagonal, q), vq = dq * fq, lf = minus_lambda * fq;
-      const Value after = before - lf * vq;
-      at(v, q) = vq;
-      at(k, q) = lf * inverse;
-      inverse = T(1) / after;
-      at(diagonal, q) = dq * (before / after);  // not before * inverse: over 10^6 steps that rounding adds up
-      before = after;
+  void scale_down(const T *f, const Value &lambda, const Value &alpha_0, const Step &step) {
+    T *v = step.v, *k = step.k, *const diagonal = d;
+    if constexpr (W == 1) {
+      T *const alpha = step.alpha;
+      T *const loss = step.b;  // alpha_{q-1} - alpha_q
+      const Index count = padded(M);
+      for (Index i = 0; i < count; i += kLanes) {
+        const Lanes<T> lf = lanes(f + i) * -lambda, vi = lanes(diagonal + i) * lanes(f + i);
+        lanes(v + i) = vi;
+        lanes(k + i) = lf;
+        lanes(loss + i) = lf * vi;
+      }
+      T before = alpha_0;
+      for (Index i = 0; i < count; i += kLanes) {
+        KBT_UNROLL_ALL
+        for (Index l = 0; l < kLanes; ++l) {
+          alpha[i + l] = before;
+          before -= loss[i + l];
+        }
+      }
+      alpha[count] = before;
+      for (Index i = 0; i < count; i += kLanes) {
+        const Lanes<T> here = lanes(alpha + i), next = Eigen::Map<const Lanes<T>>(alpha + i + 1);
+        lanes(k + i) *= T(1) / here;
+        lanes(diagonal + i) *= here / next;
+      }
+    } else {
+      Value before = alpha_0, inverse = T(1) / alpha_0;
+      const Value minus_lambda = -lambda;
+      const Index end = M * W;
+      for (Index i = 0; i < end; i += W, v += step.apart, k += step.apart) {
+        const Value fi = lanes(f + i), di = lanes(diagonal + i), vi = di * fi, lf = minus_lambda * fi;
+        const Value after = before - lf * vi;
+        lanes(v) = vi;
+        lanes(k) = lf * inverse;
+        inverse = T(1) / after;
+        lanes(diagonal + i) = di * (before / after);  // not before * inverse: over 10^6 steps that rounding adds up
+        before = after;
+      }
     }
   }
 
   // The same where lambda may be negative in some lanes.
   void scale_with_growth(const T *f, const Value &lambda, const Value &alpha_0, const Step &step) {
+    const auto v = [&](Index q) -> decltype(auto) { return at(step.v + q * step.apart, 0); };
+    const auto k = [&](Index q) -> decltype(auto) { return at(step.k + q * step.apart, 0); };
     at(step.alpha, 0) = alpha_0;
     for (Index q = 0; q < M; ++q) {
-      at(step.v, q) = at(d, q) * at(f, q);
-      at(step.alpha, q + 1) = at(step.alpha, q) + lambda * at(f, q) * at(step.v, q);
+      v(q) = at(d, q) * at(f, q);
+      at(step.alpha, q + 1) = at(step.alpha, q) + lambda * at(f, q) * v(q);
     }
     Value rest = constant(T(0));
     for (Index q = M; q >= 0; --q) {
@@ -300,10 +425,10 @@ struct Factors {
       } else {
         lanes(step.alpha + q * W) = (lambda < T(0)).select(grown, lanes(step.alpha + q * W));
       }
-      if (q > 0) rest += at(f, q - 1) * at(step.v, q - 1);
+      if (q > 0) rest += at(f, q - 1) * v(q - 1);
     }
     for (Index q = 0; q < M; ++q) {
-      at(step.k, q) = -lambda * at(f, q) / at(step.alpha, q);
+      k(q) = -lambda * at(f, q) / at(step.alpha, q);
       at(d, q) *= at(step.alpha, q) / at(step.alpha, q + 1);
     }
   }
@@ -319,7 +444,7 @@ struct Posterior {
   bool abreast;         // neuron, n >= 8: lanes are neurons
   T prior_var;
   T *mean;  // M1 x stride, neurons innermost
-  T *d;     // abreast: blocks x M1 x 8; full: M; neuron: n x M1; diagonal: M1 x stride
+  T *d;     // abreast: blocks x M1 x 8; full, neuron: groups x padded(M); diagonal: M1 x stride
   T *u;     // abreast: blocks x u_count; full, neuron: groups x u_count; diagonal: none
 
   using Wide = Factors<T, kLanes>;
@@ -340,7 +465,8 @@ struct Posterior {
   Index M() const { return members() * M1; }  // weights in a group
   Index width() const { return abreast ? kLanes : 1; }
   Index mean_count() const { return M1 * stride; }
-  Index d_count() const { return structure == KBT_DIAGONAL ? M1 * stride : groups() * M() * width(); }
+  Index length() const { return abreast ? Wide::vector_count(M1) : Alone::vector_count(M()); }  // of a vector over U
+  Index d_count() const { return structure == KBT_DIAGONAL ? M1 * stride : groups() * length(); }
   Index u_count() const {
     if (structure == KBT_DIAGONAL) return 0;
     return groups() * (abreast ? Wide::u_count(M1) : Alone::u_count(M()));
@@ -348,11 +474,11 @@ struct Posterior {
   // Projections F = U^T z of every row, kept from the forward pass for the update.
   Index projection_count(Index rows) const {
     if (structure == KBT_DIAGONAL) return 0;
-    return groups() * rows * members() * M() * width() + (abreast ? 0 : M());  // alone: one spare row behind
+    return groups() * rows * members() * length() + (abreast ? 0 : length());  // alone: one spare row behind
   }
 
   Wide wide(Index block) const { return Wide{M1, d + block * M1 * kLanes, u + block * Wide::u_count(M1)}; }
-  Alone alone(Index group) const { return Alone{M(), d + group * M(), u + group * Alone::u_count(M())}; }
+  Alone alone(Index group) const { return Alone{M(), d + group * length(), u + group * Alone::u_count(M())}; }
 
   // D and U entries by neuron and input, for whoever reads or writes the state.
   T &D(Index group, Index p) const {

@@ -25,7 +25,7 @@ struct Relu {
     for (Index a = 0; a < cov.rows; ++a) {
       for (Index j = 0; j < cov.n; ++j) {
         T &var = cov.same(a, a, j);
-        const ReluUnit<T> unit = relu_unit(u[a * cov.stride + j], var > T(0) ? var : T(0));
+        const ReluUnit<T> unit = one(u[a * cov.stride + j], var > T(0) ? var : T(0));
         z[a * z_stride + j] = unit.mean;
         gates[a * cov.stride + j] = unit.gate;
         var = unit.var;
@@ -41,13 +41,34 @@ struct Relu {
   }
 
  private:
-  static void units_forward(const T *__restrict u, T *__restrict var, Index n, T *__restrict z, T *__restrict gate) {
-    for (Index j = 0; j < n; ++j) {
-      const ReluUnit<T> unit = relu_unit(u[j], var[j] > T(0) ? var[j] : T(0));
+  // Not inlined: both ways of forward share it, and it is large.
+  static ReluUnit<T> one(T mu, T var) { return relu_unit<T>(mu, var); }
+
+  // Where the layer is wide enough to be padded to whole lanes, vector by vector. A unit of the padding has mean and
+  // variance zero and stays so.
+  static void units_forward(const T *u, T *var, Index n, T *z, T *gate) {
+    Index j = 0;
+    if constexpr (kVectors) {
+      constexpr Index kStep = kVectorBytes / sizeof(T);
+      for (; n >= kLanes && j < n; j += kStep) vector_forward<Vector<T>>(u + j, var + j, z + j, gate + j);
+    }
+    for (; j < n; ++j) {
+      const ReluUnit<T> unit = one(u[j], var[j] > T(0) ? var[j] : T(0));
       z[j] = unit.mean;
       gate[j] = unit.gate;
       var[j] = unit.var;
     }
+  }
+
+  template <class V>
+  static KBT_INLINE void vector_forward(const T *u, T *var, T *z, T *gate) {
+    V mu, spread;
+    std::memcpy(&mu, u, sizeof mu);
+    std::memcpy(&spread, var, sizeof spread);
+    const ReluUnit<V> unit = relu_unit<V>(mu, spread > V{} ? spread : V{});
+    std::memcpy(z, &unit.mean, sizeof mu);
+    std::memcpy(gate, &unit.gate, sizeof mu);
+    std::memcpy(var, &unit.var, sizeof mu);
   }
 
   static void series_of(const ReluUnit<T> &unit, int order, T *series) {

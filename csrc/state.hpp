@@ -18,12 +18,13 @@ namespace kbt {
 constexpr std::uint32_t kStateVersion = 1;
 constexpr std::size_t kHeaderBytes = 24;
 
-inline std::uint32_t crc32(const unsigned char *bytes, std::size_t count) {
+// Of `count` bytes, after others whose CRC is `crc`.
+inline std::uint32_t crc32(const unsigned char *bytes, std::size_t count, std::uint32_t crc = 0) {
   static constexpr std::uint32_t kTable[16] = {
       // reflected polynomial 0xEDB88320, four bits at a time
       0x00000000U, 0x1DB71064U, 0x3B6E20C8U, 0x26D930ACU, 0x76DC4190U, 0x6B6B51F4U, 0x4DB26158U, 0x5005713CU,
       0xEDB88320U, 0xF00F9344U, 0xD6D6A3E8U, 0xCB61B38CU, 0x9B64C2B0U, 0x86D3D2D4U, 0xA00AE278U, 0xBDBDF21CU};
-  std::uint32_t crc = 0xFFFFFFFFU;
+  crc = ~crc;
   for (std::size_t i = 0; i < count; ++i) {
     crc ^= bytes[i];
     crc = (crc >> 4) ^ kTable[crc & 15U];
@@ -32,14 +33,15 @@ inline std::uint32_t crc32(const unsigned char *bytes, std::size_t count) {
   return ~crc;
 }
 
-// A cursor over bytes that writes, or only counts when it has none.
+// Hands numbers as bytes to a sink, in pieces, the last one with flush(); or only counts them when it has none.
 class Writer {
  public:
-  explicit Writer(unsigned char *bytes) : bytes_(bytes) {}
+  explicit Writer(kbt_sink *sink = nullptr, void *context = nullptr) : sink_(sink), context_(context) {}
   template <class U>
   void integer(U value) {
-    for (std::size_t i = 0; i < sizeof(U); ++i, ++used_) {
-      if (bytes_ != nullptr) bytes_[used_] = static_cast<unsigned char>(value >> (8 * i) & 0xFFU);
+    for (std::size_t i = 0; i < sizeof(U); ++i) {
+      piece_[used_++ % sizeof piece_] = static_cast<unsigned char>(value >> (8 * i) & 0xFFU);
+      if (used_ % sizeof piece_ == 0) hand_over(sizeof piece_);
     }
   }
   void i32(std::int32_t value) { integer(static_cast<std::uint32_t>(value)); }
@@ -53,11 +55,18 @@ class Writer {
     std::memcpy(&bits, &value, sizeof bits);
     integer(bits);
   }
+  void flush() { hand_over(used_ % sizeof piece_); }
   std::size_t used() const { return used_; }
 
  private:
-  unsigned char *bytes_;
+  void hand_over(std::size_t count) {
+    if (sink_ != nullptr && count != 0) sink_(context_, piece_, count);
+  }
+
+  kbt_sink *sink_;
+  void *context_;
   std::size_t used_ = 0;
+  unsigned char piece_[64];
 };
 
 // A cursor that reads and never passes the end: what is missing reads as 0 and is remembered.
@@ -145,23 +154,44 @@ void visit_layer(const Posterior<T> &w, Mean mean, Variance variance, Correlatio
   }
 }
 
+// Everything behind the header.
 template <class T>
-std::size_t write_state(const Head<T> &head, unsigned char *blob) {
-  Writer out(blob);
-  out.integer(std::uint32_t{0x5354424BU});  // "KBTS"
-  out.integer(kStateVersion);
-  for (int i = 0; i < 4; ++i) out.integer(std::uint32_t{0});  // length, CRC and the spare word: filled in below
+void write_body(const Head<T> &head, Writer &out) {
   write_config(out, head.cfg);
   out.integer(head.samples);
   out.i32(static_cast<std::int32_t>(head.noise_count()));
   for (Index i = 0; i < head.noise_count(); ++i) out.real(head.noise()[i]);
   const auto put = [&](T x) { out.real(x); };
   for (Index i = 0; i < head.layers(); ++i) visit_layer(head.weights(i), put, put, put);
-  if (blob != nullptr) {
-    Writer(blob + 8).integer(static_cast<std::uint64_t>(out.used()));
-    Writer(blob + 16).integer(crc32(blob + kHeaderBytes, out.used() - kHeaderBytes));
-  }
-  return out.used();
+  out.flush();
+}
+
+template <class T>
+std::size_t state_size(const Head<T> &head) {
+  Writer count;
+  write_body(head, count);
+  return kHeaderBytes + count.used();
+}
+
+// The body goes by twice, as its CRC comes before it: so a state needs no memory beside the head that has it.
+template <class T>
+void write_state(const Head<T> &head, kbt_sink *sink, void *context) {
+  std::uint32_t crc = 0;
+  Writer judge(
+      [](void *sum, const void *bytes, std::size_t count) {
+        auto &so_far = *static_cast<std::uint32_t *>(sum);
+        so_far = crc32(static_cast<const unsigned char *>(bytes), count, so_far);
+      },
+      &crc);
+  write_body(head, judge);
+  Writer header(sink, context), body(sink, context);
+  header.integer(std::uint32_t{0x5354424BU});  // "KBTS"
+  header.integer(kStateVersion);
+  header.integer(static_cast<std::uint64_t>(kHeaderBytes + judge.used()));
+  header.integer(crc);
+  header.integer(std::uint32_t{0});
+  header.flush();
+  write_body(head, body);
 }
 
 // Header, length and CRC; then `cfg` as the blob has it.
@@ -182,18 +212,25 @@ inline kbt_status read_header(const unsigned char *blob, std::size_t size, kbt_c
   return body.truncated() ? KBT_E_BLOB_SHORT : KBT_OK;
 }
 
+// Number by number and bit by bit.
 inline bool same_config(const kbt_config &a, const kbt_config &b) {
   unsigned char bytes[2][sizeof(kbt_config)];
-  Writer first(bytes[0]), second(bytes[1]);
-  write_config(first, a);
-  write_config(second, b);
-  return std::memcmp(bytes[0], bytes[1], first.used()) == 0;
+  const kbt_config *configs[] = {&a, &b};
+  for (int i = 0; i < 2; ++i) {
+    unsigned char *to = bytes[i];
+    visit_config(*configs[i], [&](const auto &x) {
+      std::memcpy(to, &x, sizeof x);
+      to += sizeof x;
+    });
+    std::memset(to, 0, static_cast<std::size_t>(bytes[i] + sizeof bytes[i] - to));
+  }
+  return std::memcmp(bytes[0], bytes[1], sizeof bytes[0]) == 0;
 }
 
 // Bytes of a state with this configuration and this many numbers of noise, as a double: absurd sizes cannot wrap.
 inline double state_bytes(const kbt_config &cfg, double noise_count) {
   const double real = cfg.dtype == KBT_FLOAT64 ? 8.0 : 4.0;
-  Writer config(nullptr);
+  Writer config;
   write_config(config, cfg);
   double numbers = noise_count;
   for (int i = 0; i < cfg.layers; ++i) {

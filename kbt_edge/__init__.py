@@ -14,6 +14,7 @@ from kbt_edge.errors import BundleError, DtypeError, KbtError, NumericsError, Ra
 from kbt_edge.head import Head, Prediction, Update
 
 if TYPE_CHECKING:
+    from kbt_edge.generated import load_generated
     from kbt_edge.model import Model
     from kbt_edge.sequence import Sequences
     from kbt_edge.trunk import Trunk
@@ -32,10 +33,16 @@ __all__ = [
     "Trunk",
     "Update",
     "__version__",
+    "load_generated",
 ]
 
 # Imported when first used, so that a program with only a head starts quickly.
-_LATER = {"Model": "kbt_edge.model", "Sequences": "kbt_edge.sequence", "Trunk": "kbt_edge.trunk"}
+_LATER = {
+    "Model": "kbt_edge.model",
+    "Sequences": "kbt_edge.sequence",
+    "Trunk": "kbt_edge.trunk",
+    "load_generated": "kbt_edge.generated",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,7 @@ from typing import Any, Final
 from kbt_edge._onnxfile import OnnxModel, token_lookups
 from kbt_edge.errors import KbtError
 
-__all__ = ["CDEF", "BackendError", "Build", "CArray", "default_cache_dir", "generate_c", "library"]
+__all__ = ["CDEF", "BackendError", "Build", "CArray", "default_cache_dir", "generate_c", "library", "run_function"]
 
 GENERATOR: Final = "emx-onnx-cgen"
 RECIPE: Final = 1  # part of every cache key: raise it when this file changes what it builds from the same model
@@ -134,7 +134,7 @@ def library(
     build = _open(entry, about)
     if build is not None:
         return build
-    source = "\n".join([SEPARATE_NODES, generate_c(data, model), _run_function(inputs, output)])
+    source = "\n".join([SEPARATE_NODES, generate_c(data, model), run_function(inputs, output)])
     try:
         shelf.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".build-", dir=shelf) as folder:
@@ -252,7 +252,7 @@ def _limit_gathers(source: str) -> str:
     return limited
 
 
-def _run_function(inputs: Sequence[CArray], output: CArray) -> str:
+def run_function(inputs: Sequence[CArray], output: CArray, network: str = "trunk") -> str:
     """``kbt_trunk_run``: 0, or 1 for an input value that is not finite or not a token, 2 for such an output value."""
     checks, arguments = [], []
     for i, array in enumerate(inputs):
@@ -278,7 +278,7 @@ def _run_function(inputs: Sequence[CArray], output: CArray) -> str:
             CDEF.rstrip(";") + " {",
             *checks,
             f"    float h{shape};",
-            f"    trunk({', '.join(arguments)}, h);",
+            f"    {network}({', '.join(arguments)}, h);",
             f"    {{ const float *v = (const float *)h; for (long i = 0; i < {math.prod(output.shape)}; ++i)"
             " if (!isfinite(v[i])) return 2; }",
             "    memcpy(output, h, sizeof h);",

@@ -24,6 +24,14 @@ _NOISES = ("constant", "adaptive", "multinomial")
 
 _MAX_STATE_BYTES = 1 << 31
 
+# What a head assumes if it is not told (docs/study.md has the figures). h of a transformer varies by 0.3 to 1 along the
+# few directions that matter, and outputs are scaled to order one: a new readout needs weights of 1/0.3, variance 10. A
+# softmax is settled by a few units of its logits, |h|² var ≈ 2 with var = 0.1. Copies of h in hidden layers must stay
+# far below the signal. And noise is first taken for 10 % of the output.
+_READOUT_VAR = (10.0, 0.1)  # of the last layer: gaussian, softmax
+_COPIES_VAR = 1e-6  # of the layers below
+_NOISE_VAR = 1e-2
+
 # Statuses of csrc/kbt.h that a user can meet, by the kind of error they become.
 _STATUS_ERRORS: dict[int, type[KbtError]] = {
     3: RangeError,
@@ -89,6 +97,9 @@ class Update(NamedTuple):
     """Log predictive density (gaussian) or log probability (softmax) of the sample."""
 
 
+_core.set_results(Prediction, Update)
+
+
 class Counters(NamedTuple):
     """Events since the head was made or loaded. Diagnostics: not part of the saved state."""
 
@@ -116,14 +127,16 @@ class Head:
 
     weight, bias     the readout being replaced: (d_o, d) and (d_o,) or None
     hidden           widths of the hidden layers, each at least 2 d; () keeps a single linear layer
-    prior_var        variance of the weights before any data, one number or one per layer
-    noise_var        variance of the observation noise: a number, one per output, or a matrix
+    prior_var        variance of the weights before any data, one number or one per layer; None: 10 in the last layer
+                     (0.1 before a softmax), 1e-6 below. They suit h and outputs of order one; see docs/study.md
+    noise_var        variance of the observation noise: a number, one per output, or a matrix; None: learn it
     output           "gaussian" for regression and control, "softmax" for classes and tokens
     covariance       what is kept of the posterior: "full" per layer, "neuron" blocks, or "diagonal"
     rule             "fuse" is a Kalman update; "replace" is the paper's, gaussian only
     relu_order       where the series for ReLU correlations stops, 2 to 12
     softmax_order    Taylor order of the softmax mean, 1 or 2
-    noise            "constant"; "adaptive" learns noise_var (gaussian); "multinomial" needs none (softmax)
+    noise            "constant"; "adaptive" learns noise_var (gaussian); "multinomial" needs none (softmax).
+                     None: constant if noise_var is given, else adaptive from 1e-2 on, or multinomial
     input_var        variance of h itself
     forgetting       below 1 for drifting systems: the past fades by this factor per sample
     gate             samples with a normalised innovation squared above it are rejected; None accepts all
@@ -143,14 +156,14 @@ class Head:
         bias: npt.ArrayLike | None = None,
         *,
         hidden: Sequence[int] = (),
-        prior_var: float | Sequence[float] = 1.0,
-        noise_var: npt.ArrayLike = 1e-2,
+        prior_var: float | Sequence[float] | None = None,
+        noise_var: npt.ArrayLike | None = None,
         output: str = "gaussian",
         covariance: str = "neuron",
         rule: str = "fuse",
         relu_order: int = 2,
         softmax_order: int = 1,
-        noise: str = "constant",
+        noise: str | None = None,
         input_var: float = 0.0,
         forgetting: float = 1.0,
         gate: float | None = None,
@@ -176,14 +189,14 @@ class Head:
         cls,
         means: Sequence[npt.ArrayLike],
         *,
-        prior_var: float | Sequence[float] = 1.0,
-        noise_var: npt.ArrayLike = 1e-2,
+        prior_var: float | Sequence[float] | None = None,
+        noise_var: npt.ArrayLike | None = None,
         output: str = "gaussian",
         covariance: str = "neuron",
         rule: str = "fuse",
         relu_order: int = 2,
         softmax_order: int = 1,
-        noise: str = "constant",
+        noise: str | None = None,
         input_var: float = 0.0,
         forgetting: float = 1.0,
         gate: float | None = None,
@@ -213,8 +226,8 @@ class Head:
         result = self._core.predict(h)
         if result is None:
             result = self._core.predict(self._rows_of_h(h))
-        if isinstance(result, tuple):
-            return Prediction(*result)
+        if isinstance(result, Prediction):
+            return result
         self._refused(result or 0, h=h)
 
     def update(self, h: npt.ArrayLike, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
@@ -225,22 +238,26 @@ class Head:
         """
         if h is None:
             raise DtypeError("h: expected an array of numbers, got None")
-        return self._learn(h, y, noise_var)
+        result = self._core.learn(h, y, noise_var)
+        return result if isinstance(result, Update) else self._explain(result, h, y, noise_var)
 
     def observe(self, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
         """Learn the target of the latest ``predict``, without a second forward pass. Once per prediction."""
-        return self._learn(None, y, noise_var)
+        result = self._core.learn(None, y, noise_var)
+        return result if isinstance(result, Update) else self._explain(result, None, y, noise_var)
 
-    def _learn(self, h: npt.ArrayLike | None, y: npt.ArrayLike, noise_var: npt.ArrayLike | None) -> Update:
-        result = self._core.learn(h, y, noise_var)
-        if result is None:  # something is not a plain array: convert, or say why not
+    def _explain(
+        self, result: int | None, h: npt.ArrayLike | None, y: npt.ArrayLike, noise_var: npt.ArrayLike | None
+    ) -> Update:
+        """Learn what was not given as plain arrays, or say why not."""
+        if result is None:
             rows_h = None if h is None else self._rows_of_h(h)
             targets = self._targets(y, rows_h)
             noise = None if noise_var is None else self._noise("noise_var", noise_var)
-            result = self._core.learn(rows_h, targets, noise)
-        if isinstance(result, tuple):
-            gated, nis, log_likelihood = result
-            return Update("gated" if gated else "ok", nis, log_likelihood)
+            learned = self._core.learn(rows_h, targets, noise)
+            if isinstance(learned, Update):
+                return learned
+            result = learned
         self._refused(result or 0, h=h, y=y, noise_var=noise_var)
 
     # ---- what it knows -----------------------------------------------------------------------------------------------
@@ -362,19 +379,26 @@ class Head:
     def _make(
         self,
         widths: list[int],
-        prior_var: float | Sequence[float],
-        noise_var: npt.ArrayLike,
+        prior_var: float | Sequence[float] | None,
+        noise_var: npt.ArrayLike | None,
         output: str,
         covariance: str,
         rule: str,
         relu_order: int,
         softmax_order: int,
-        noise: str,
+        noise: str | None,
         input_var: float,
         forgetting: float,
         gate: float | None,
         max_rows: int,
     ) -> None:
+        if prior_var is None:
+            prior_var = [_COPIES_VAR] * (len(widths) - 2) + [_READOUT_VAR[output == "softmax"]]
+        if noise is None:
+            learned = "multinomial" if output == "softmax" else "adaptive" if rule == "fuse" else "constant"
+            noise = learned if noise_var is None else "constant"
+        if noise_var is None:
+            noise_var = _NOISE_VAR
         if len(widths) - 1 > _core.MAX_LAYERS:
             raise RangeError(f"hidden: expected at most {_core.MAX_LAYERS - 1} layers, got {len(widths) - 2}")
         config = _core.Config(widths[0], widths[-1])

@@ -125,8 +125,8 @@ class Model:
             if result is None:  # not a plain array, or no C function: Python converts, scales and runs the trunk
                 self._rows(x)
                 result = pipeline.predict_rows()
-            if isinstance(result, tuple):
-                return Prediction(*result)
+            if isinstance(result, Prediction):
+                return result
         return self._output.prediction(self._head.predict(self._rows(x)))
 
     def observe(self, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
@@ -137,9 +137,8 @@ class Model:
         """
         if self._pipeline is not None and noise_var is None:
             result = self._pipeline.observe(y)
-            if isinstance(result, tuple):
-                gated, nis, log_likelihood = result
-                return Update("gated" if gated else "ok", nis, log_likelihood)
+            if isinstance(result, Update):
+                return result
         output = self._output
         return output.update(self._head.observe(output.target(y), output.noise(noise_var)))
 

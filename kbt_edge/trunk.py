@@ -18,6 +18,7 @@ import hashlib
 import importlib
 import math
 import os
+import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ Float32 = npt.NDArray[np.float32]
 MAX_ELEMENTS: Final = 2**22  # of one input or output: a file of a few bytes can declare any shape
 AGREEMENT: Final = 1e-4  # of a fresh library with onnxruntime, relative to the largest output; rounding stays far below
 CLEARLY: Final = 1.5  # how much faster onnxruntime must have been for ``auto`` to take it
+NO_ONNXRUNTIME: Final = ("armv7l", "armv6l")  # 32-bit ARM, for which it is not published
 
 _C_TYPES: Final = {"float32": "float", "int64": "int64_t"}
 
@@ -354,6 +356,10 @@ def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
+        machine = platform.machine()
+        if name == "onnxruntime" and machine in NO_ONNXRUNTIME:
+            way = "backend='compiled' runs the trunk without it, from a library built here or found in the cache"
+            raise BackendError(f"onnxruntime does not exist for {machine}; {way}") from error
         raise BackendError(f"{name} is not installed (pip install {name})") from error
 
 

@@ -292,6 +292,8 @@ NULL_CALLS: dict[str, Callable[[CHead, dict[str, Any]], int]] = {
     "get_factor_range largest": lambda x, a: C.kbt_get_factor_range(x.head, 0, a["double"], NULL),
     "state_save head": lambda x, a: C.kbt_state_save(NULL, a["void"], 4096),
     "state_save blob": lambda x, a: C.kbt_state_save(x.head, NULL, 1 << 20),
+    "state_stream head": lambda x, a: C.kbt_state_stream(NULL, ffi.cast("kbt_sink *", 64), NULL),
+    "state_stream sink": lambda x, a: C.kbt_state_stream(x.head, NULL, NULL),
     "state_load head": lambda x, a: C.kbt_state_load(NULL, a["void"], 4096),
     "state_load blob": lambda x, a: C.kbt_state_load(x.head, NULL, 4096),
     "state_config blob": lambda x, a: C.kbt_state_config(NULL, 4096, x.cfg),

@@ -73,7 +73,7 @@ def blocks(covariance: Array, d_o: int) -> Array:
 )
 def test_a_single_layer_is_batch_regression_after_any_stream(covariance: str, noise: str, seed: int) -> None:
     weight, bias, prior_var, stream = random_stream(seed, noise)
-    head = kbt.Head(weight, bias, prior_var=prior_var, covariance=covariance, max_rows=3, dtype="float64")
+    head = kbt.Head(weight, bias, prior_var=prior_var, noise_var=1, covariance=covariance, max_rows=3, dtype="float64")
     for sample in stream:
         head.update(sample.h, sample.y, sample.R)
 
@@ -99,7 +99,7 @@ def test_regression_needs_no_noise_per_call(covariance: str) -> None:
 
 def test_the_prediction_of_a_single_layer_is_the_posterior_predictive() -> None:
     weight, bias, prior_var, stream = random_stream(5, "matrix")
-    head = kbt.Head(weight, bias, prior_var=prior_var, covariance="full", max_rows=3, dtype="float64")
+    head = kbt.Head(weight, bias, prior_var=prior_var, noise_var=1, covariance="full", max_rows=3, dtype="float64")
     for sample in stream:
         head.update(sample.h, sample.y, sample.R)
     mean, cov = joint_regression(weight, bias, prior_var, stream)
@@ -124,7 +124,7 @@ def test_regression_stays_exact_when_the_noise_is_small(
 ) -> None:
     rng = np.random.default_rng(0)
     weight, truth = rng.normal(size=(2, d_o, 3)).astype(np.float32)
-    head = kbt.Head(weight, noise_var=noise_var, covariance=covariance, max_rows=rows, dtype=dtype)
+    head = kbt.Head(weight, prior_var=1, noise_var=noise_var, covariance=covariance, max_rows=rows, dtype=dtype)
     stream = []
     for _ in range(20):
         h = rng.normal(size=(rows, 3)).astype(np.float32)

@@ -9,7 +9,7 @@
 enum { MAX_D = 1024 };
 
 int main(int argc, char **argv) {
-  static float weight[MAX_D], h[MAX_D];
+  static float weight[MAX_D], h[17][MAX_D]; /* the inputs repeat after 17 samples */
   const float bias = 0.0F;
   kbt_config cfg;
   kbt_head *head;
@@ -32,11 +32,12 @@ int main(int argc, char **argv) {
   if (arena == NULL || kbt_init(&cfg, arena, bytes, &head) != KBT_OK) return 3;
   for (i = 0; i < d; ++i) weight[i] = 0.1F * (float)(i % 16);
   if (kbt_set_prior(head, weight, &bias, 0) != KBT_OK) return 3;
+  for (update = 0; update < 17; ++update) {
+    for (i = 0; i < d; ++i) h[update][i] = (float)((update * 7 + i * 13) % 17) / 8.0F - 1.0F;
+  }
   for (update = 0; update < updates; ++update) {
-    float y;
-    for (i = 0; i < d; ++i) h[i] = (float)((update * 7 + i * 13) % 17) / 8.0F - 1.0F;
-    y = h[d / 2];
-    if (kbt_update(head, h, 1, &y, NULL, 0, NULL) != KBT_OK) return 4;
+    const float *sample = h[update % 17];
+    if (kbt_update(head, sample, 1, &sample[d / 2], NULL, 0, NULL) != KBT_OK) return 4;
   }
   return 0;
 }

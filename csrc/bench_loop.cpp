@@ -1,0 +1,143 @@
+#include "bench_loop.hpp"
+
+#include <cerrno>
+#include <ctime>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace kbt::bench {
+
+std::uint64_t monotonic_ns() {
+  timespec t{};
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<std::uint64_t>(t.tv_sec) * 1000000000u + static_cast<std::uint64_t>(t.tv_nsec);
+}
+
+// The fences keep the processor from reading the counter before the work in front of it is done.
+std::uint64_t counter() {
+#if defined(__x86_64__)
+  _mm_lfence();
+  return __rdtsc();
+#elif defined(__aarch64__)
+  std::uint64_t ticks = 0;
+  asm volatile("isb\n\tmrs %0, cntvct_el0" : "=r"(ticks) : : "memory");
+  return ticks;
+#else
+  return monotonic_ns();
+#endif
+}
+
+bool has_counter() {
+#if defined(__x86_64__) || defined(__aarch64__)
+  return true;
+#else
+  return false;
+#endif
+}
+
+bool set_flush_to_zero(bool on) {
+#if defined(__x86_64__)
+  constexpr unsigned int kFlushAndDenormalsAreZero = 0x8040;
+  const unsigned int others = _mm_getcsr() & ~kFlushAndDenormalsAreZero;
+  _mm_setcsr(on ? others | kFlushAndDenormalsAreZero : others);
+  return true;
+#elif defined(__aarch64__)
+  constexpr std::uint64_t kFlush = std::uint64_t{1} << 24;
+  std::uint64_t fpcr = 0;
+  asm volatile("mrs %0, fpcr" : "=r"(fpcr));
+  fpcr = on ? fpcr | kFlush : fpcr & ~kFlush;
+  asm volatile("msr fpcr, %0" : : "r"(fpcr));
+  return true;
+#elif defined(__arm__) && defined(__ARM_FP)
+  constexpr std::uint32_t kFlush = std::uint32_t{1} << 24;
+  std::uint32_t fpscr = 0;
+  asm volatile("vmrs %0, fpscr" : "=r"(fpscr));
+  fpscr = on ? fpscr | kFlush : fpscr & ~kFlush;
+  asm volatile("vmsr fpscr, %0" : : "r"(fpscr));
+  return true;
+#else
+  return !on;
+#endif
+}
+
+void Recorder::pace(std::uint64_t epoch_ns, std::uint64_t period_ns) {
+  next_release_ = epoch_ns;
+  period_ = period_ns;
+}
+
+void Recorder::wait() {
+  timespec release{};
+  release.tv_sec = static_cast<time_t>(next_release_ / 1000000000u);
+  release.tv_nsec = static_cast<long>(next_release_ % 1000000000u);
+  next_release_ += period_;
+  while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &release, nullptr) == EINTR) {
+  }
+}
+
+namespace {
+
+const void *x_of(const Samples &s, std::size_t i) {
+  return s.x + i % s.count * s.x_bytes;
+}
+const void *y_of(const Samples &s, std::size_t i) {
+  return s.y + i % s.count * s.y_bytes;
+}
+
+int run_one(const Step &step, const void *x, const void *y) {
+  if (step.trunk != nullptr) {
+    if (const int status = step.trunk(step.self, x)) return status;
+  }
+  if (const int status = step.predict(step.self, x)) return status;
+  return step.observe(step.self, y);
+}
+
+}  // namespace
+
+int run_stages(const Step &step, const Samples &samples, std::size_t first, std::size_t steps, Repeats repeats,
+               Recorder &recorder) {
+  for (std::size_t i = first; i < first + steps; ++i) {
+    const void *x = x_of(samples, i), *y = y_of(samples, i);
+    int status = 0;
+    recorder.mark();
+    if (step.trunk != nullptr) {
+      for (std::size_t k = 0; k < repeats.trunk; ++k) status |= step.trunk(step.self, x);
+    }
+    recorder.mark();
+    for (std::size_t k = 0; k < repeats.head; ++k) status |= step.predict(step.self, x);
+    recorder.mark();
+    status |= step.observe(step.self, y);
+    for (std::size_t k = 1; k < repeats.head; ++k) {
+      status |= step.predict(step.self, x);
+      status |= step.observe(step.self, y);
+    }
+    recorder.mark();
+    if (status != 0) return status;
+  }
+  return 0;
+}
+
+int run_steps(const Step &step, const Samples &samples, std::size_t first, std::size_t batches, std::size_t batch,
+              Recorder &recorder) {
+  for (std::size_t i = first; i < first + batches * batch; i += batch) {
+    int status = 0;
+    recorder.mark();
+    for (std::size_t k = i; k < i + batch; ++k) status |= run_one(step, x_of(samples, k), y_of(samples, k));
+    recorder.mark();
+    if (status != 0) return status;
+  }
+  return 0;
+}
+
+int run_paced(const Step &step, const Samples &samples, std::size_t first, std::size_t steps, Recorder &recorder) {
+  for (std::size_t i = first; i < first + steps; ++i) {
+    recorder.wait();
+    recorder.mark();
+    if (const int status = run_one(step, x_of(samples, i), y_of(samples, i))) return status;
+    recorder.mark();
+  }
+  return 0;
+}
+
+}  // namespace kbt::bench
