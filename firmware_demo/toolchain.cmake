@@ -1,0 +1,22 @@
+# arm-none-eabi for the bare metal: cmake --toolchain toolchain.cmake -DMACHINE=mps2-an386 ...
+set(CMAKE_SYSTEM_NAME Generic)
+set(CMAKE_SYSTEM_PROCESSOR arm)
+set(CMAKE_C_COMPILER arm-none-eabi-gcc)
+set(CMAKE_CXX_COMPILER arm-none-eabi-g++)
+set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY) # nothing can be linked before there is a linker script
+set(CMAKE_TRY_COMPILE_PLATFORM_VARIABLES MACHINE)
+
+set(MACHINE mps2-an386 CACHE STRING "A machine of QEMU: mps2-an386 (M4F), mps2-an500 (M7) or mps3-an547 (M55)")
+if(MACHINE STREQUAL "mps2-an386")
+  set(_cpu "-mcpu=cortex-m4 -mfpu=fpv4-sp-d16")
+elseif(MACHINE STREQUAL "mps2-an500")
+  set(_cpu "-mcpu=cortex-m7 -mfpu=fpv5-d16")
+elseif(MACHINE STREQUAL "mps3-an547")
+  set(_cpu "-mcpu=cortex-m55")
+else()
+  message(FATAL_ERROR "MACHINE: expected mps2-an386, mps2-an500 or mps3-an547, got '${MACHINE}'")
+endif()
+foreach(_language C CXX)
+  set(CMAKE_${_language}_FLAGS_INIT "${_cpu} -mthumb -mfloat-abi=hard --specs=nano.specs")
+  set(CMAKE_${_language}_FLAGS_RELEASE_INIT "")
+endforeach()
