@@ -27,7 +27,7 @@ from kbt_edge.errors import KbtError, RangeError
 if TYPE_CHECKING:
     from kbt_edge.model import Model
 
-__all__ = ["COMMANDS", "Command", "main", "progress"]
+__all__ = ["COMMANDS", "Command", "live", "main", "progress"]
 
 Result = Mapping[str, Any]
 
@@ -42,10 +42,16 @@ class Command(Protocol):
 
 # name: (where its Command is, what it does)
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "bench": ("kbt_edge.bench.command:Bench", "measure the latency of a model on this board, stage by stage"),
+    "doctor": ("kbt_edge.bench.doctor:Doctor", "say what works on this board, what is missing, and what to change"),
     "demo": ("kbt_edge.studies.demo:Demo", "show a policy learn a changed plant: the cart-pole, sample by sample"),
     "demo tokens": ("kbt_edge.studies.tokens:Demo", "show a token model learn a changed rule, against retraining"),
+    "codegen": ("kbt_edge.codegen:Codegen", "write a bundle as C for a microcontroller"),
+    "repro": ("kbt_edge.studies.repro:Repro", "run the study again: KBT against retraining, figures and a report"),
+    "tune": ("kbt_edge.tune:Tune", "choose prior and noise variances of a bundle from a short stream"),
     "export": ("kbt_edge.cli:Export", "turn a torch model into a bundle"),
     "inspect": ("kbt_edge.cli:Inspect", "show what is in a bundle"),
+    "paths": ("kbt_edge._paths:Paths", "say where the C library is, for pkg-config, CMake and compilers"),
 }
 
 
@@ -70,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = command.run(options)
         text = json.dumps(result, indent=2, allow_nan=False) if options.json else command.text(result)
         print(_printable(text), flush=True)
+        return int(result.get("exit_code", 0))  # a command may have something to say to a script
     except KbtError as error:
         print(f"kbt-edge: {_printable(str(error))}", file=sys.stderr)
         return 1
@@ -84,6 +91,12 @@ def progress(message: str) -> None:
     """Tell a person at a terminal what takes so long, and nobody else."""
     if sys.stderr.isatty():
         print(message, file=sys.stderr, flush=True)
+
+
+def live(line: str | None) -> None:
+    """The same in a line that the next one is written over; None leaves it empty."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line or ''}", end="", file=sys.stderr, flush=True)
 
 
 def _find(where: str) -> Command:

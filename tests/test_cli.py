@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_onnx
+from command import call
 
 import kbt_edge as kbt
 from kbt_edge import cli
@@ -35,15 +36,6 @@ def folder(tmp_path: Path) -> Path:
     for step in range(7):
         model.update(np.sin(step + np.arange(4)), float(step))
     return model.save(tmp_path / "bundle")
-
-
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    try:
-        code = cli.main(arguments)
-    except SystemExit as leaving:
-        code = int(leaving.code or 0)
-    said = capsys.readouterr()
-    return code, said.out, said.err
 
 
 def test_inspect_tells_what_is_in_a_bundle(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
