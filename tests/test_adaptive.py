@@ -41,6 +41,7 @@ def unseen_nll(head: kbt.Head, seed: int) -> Array:
     return total / UNSEEN
 
 
+@pytest.mark.host_only("statistics over thousands of updates, slow to emulate; the board learns the same bits")
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize(("covariance", "hidden"), [("neuron", ()), ("neuron", (12,)), ("full", (8,))])
 def test_the_noise_is_found_from_50_times_too_small_and_too_large(
@@ -56,6 +57,7 @@ def test_the_noise_is_found_from_50_times_too_small_and_too_large(
         assert (np.abs(worse) <= 0.1).all()
 
 
+@pytest.mark.host_only("statistics over thousands of updates, slow to emulate; the board learns the same bits")
 def test_the_head_is_far_worse_off_with_the_wrong_noise_so_that_there_is_something_to_find() -> None:
     truth = np.array(TRUE_VAR)
     best = unseen_nll(learned(0, "neuron", (), "constant", truth), 0)

@@ -11,8 +11,11 @@ import math
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from kbt_edge.reference import linear_moments, relu_moments, softmax_moments
+
+pytestmark = pytest.mark.host_only("proves the mathematics of the NumPy reference, which is the same on every machine")
 
 Array = npt.NDArray[np.float64]
 CONFIGURATIONS = 220

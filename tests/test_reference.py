@@ -23,6 +23,8 @@ from kbt_edge.reference import (
     softmax_moments,
 )
 
+pytestmark = pytest.mark.host_only("proves the mathematics of the NumPy reference, which is the same on every machine")
+
 Array = npt.NDArray[np.float64]
 STRUCTURES = ("full", "neuron", "diagonal")
 MODELS: dict[str, dict[str, Any]] = {

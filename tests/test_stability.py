@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from cabi import TESTS, LayerState, build_with_installed, compiler, parse_state, run
 
+pytestmark = pytest.mark.host_only("millions of updates, too many to emulate; the board learns the same bits")
+
 SCENARIOS = ("correlated", "steady", "floor", "outliers")
 UPDATES = 1_000_000
 # (covariance, layers, outputs, updates): heads 4 -> outputs and 4 -> 8 -> outputs. `full` costs most and runs less.

