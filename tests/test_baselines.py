@@ -218,3 +218,15 @@ def test_wrong_arguments_are_refused(model: DecisionTransformer) -> None:
         choose(lambda _: Frozen(model), (), GAIN, (1,))
     with pytest.raises(RangeError, match="checkpoints must be from 1 to samples=4, got 5"):
         choose(lambda _: Frozen(model), (1.0,), GAIN, (1,), samples=4, checkpoints=5)
+
+
+@pytest.mark.parametrize("method", ONE_OF_EACH, ids=lambda method: method.name)
+def test_snapshots_act_together_as_each_did_when_it_was_taken(method: Method, model: DecisionTransformer) -> None:
+    learner = method.make(model, method.setting)
+    snapshots, policies = [learner.snapshot()], [learner.policy(UNSEEN)]
+    for state, force in stream(100):
+        learner.observe(state, force)
+    snapshots.append(learner.snapshot())
+    policies.append(learner.policy(UNSEEN))
+    together = learner.policies(snapshots)(np.stack([UNSEEN, UNSEEN]))
+    np.testing.assert_allclose(together, policies, rtol=1e-3, atol=1e-3)

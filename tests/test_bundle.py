@@ -244,6 +244,7 @@ print(len(seen), ended, halfway)
 """
 
 
+@pytest.mark.host_only("kills within 40 ms, hardly one emulated save; the files are the host kernel's anyway")
 def test_a_save_killed_500_times_leaves_the_old_or_the_new_state(tmp_path: Path, folder: Path) -> None:
     for name, samples in [("state-a", 0), ("state-b", 25)]:
         (tmp_path / name).write_bytes(make_head(samples=samples).to_bytes())

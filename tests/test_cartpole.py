@@ -25,6 +25,7 @@ from kbt_edge.studies.cartpole import (
     sample_pairs,
     sample_starts,
     sample_states,
+    success_rates,
 )
 
 scipy_linalg = pytest.importorskip("scipy.linalg")
@@ -279,3 +280,12 @@ def test_the_studies_load_neither_scipy_nor_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_many_policies_at_once_succeed_where_each_alone_does() -> None:
+    gains = [scale * lqr_gain(NEW) for scale in (0.0, 0.2, 0.5, 1.0, 2.0)] + [lqr_gain(OLD), np.full(4, np.nan)]
+    starts = sample_starts(np.random.default_rng(0), 30)
+    together = success_rates(NEW, lambda states: -np.einsum("mnd,md->mn", states, np.array(gains)), len(gains), starts)
+    alone = [rollout(NEW, lqr_policy(gain), starts).success_rate for gain in gains]
+    assert together.tolist() == alone
+    assert len(set(alone)) >= 3

@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from training import fit
 
 from kbt_edge.export import export_trunk
 from kbt_edge.model import Model
@@ -56,29 +57,22 @@ Setting = TypeVar("Setting")
 
 
 def pretrain(seed: int, steps: int, learning_rate: float, batch: int) -> TokenTransformer:
-    """Adam on fresh words in every step, the learning rate raised over the first 10 % and then decayed to nothing."""
+    """On fresh words in every step."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     model = TokenTransformer(VOCABULARY, WIDTH, max_len=MAX_LEN, pad=PAD)
-    optimiser = torch.optim.Adam(model.parameters(), learning_rate, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, learning_rate, total_steps=steps, pct_start=0.1)
-    for step in range(1, steps + 1):
+
+    def loss() -> torch.Tensor:
         sources, inputs, targets = padded(sample_pairs(rng, batch, OLD))
         corrupted = rng.random(inputs.shape) < CORRUPTED
         corrupted[:, 0] = False  # the start token
         inputs = np.where(corrupted, rng.integers(FIRST, VOCABULARY, inputs.shape), inputs)
         logits = model(torch.from_numpy(sources), torch.from_numpy(inputs))
-        loss = torch.nn.functional.cross_entropy(
+        return torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), torch.from_numpy(targets).flatten(), ignore_index=PAD
         )
-        optimiser.zero_grad()
-        torch.autograd.backward(loss)
-        optimiser.step()
-        schedule.step()
-        if sys.stderr.isatty() and step % 100 == 0:
-            print(f"\r{step} of {steps} steps, loss {loss.item():.1e}", end="", file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
+
+    fit(model, loss, steps, learning_rate, warm_up=0.1)
     return model.eval()
 
 

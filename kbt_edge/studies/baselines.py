@@ -11,13 +11,22 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kbt_edge.errors import RangeError
-from kbt_edge.studies.cartpole import FORCE_SCALE, STATE_BOX, Policy, force_rmse, sample_pairs, sample_states
+from kbt_edge.studies.cartpole import (
+    FORCE_SCALE,
+    STATE_BOX,
+    Policies,
+    Policy,
+    force_rmse,
+    sample_pairs,
+    sample_states,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -35,19 +44,23 @@ __all__ = [
     "Retraining",
     "choose",
     "hidden",
+    "linear_policies",
+    "load_network",
+    "network_policies",
     "network_policy",
     "scaled_forces",
     "scaled_states",
 ]
 
 Array = NDArray[np.float64]
+NETWORK_FILE: Final = Path(__file__).with_name("cartpole.npz")
 _EXACT = 1e-12  # N; below this a policy is the LQR itself, and its RMSE has no logarithm worth having
 
 
 class Learner(Protocol):
     """What a study needs of a method."""
 
-    seconds: float  # spent in observe so far
+    seconds: float  # of computation spent in observe so far; other processes do not count
     samples: int  # observed so far
 
     def observe(self, state: Array, force: float) -> None:
@@ -55,6 +68,24 @@ class Learner(Protocol):
 
     def policy(self, states: Array) -> Array:
         """Forces (N,) at states (N, 4)."""
+
+    def snapshot(self) -> Any:
+        """The policy as it is now, for ``policies``."""
+
+    def policies(self, snapshots: Sequence[Any]) -> Policies:
+        """M snapshots as policies that run together, many times faster than one after the other."""
+
+
+def load_network() -> DecisionTransformer:
+    """The network that the bundle "cartpole" was made from (tools/pretrain_cartpole.py), for those who retrain it."""
+    import torch
+
+    from kbt_edge.networks import DecisionTransformer
+
+    model = DecisionTransformer()
+    with np.load(NETWORK_FILE, allow_pickle=False) as arrays:
+        model.load_state_dict({name: torch.from_numpy(arrays[name]) for name in arrays.files})
+    return model.eval()
 
 
 def scaled_states(states: Array) -> torch.Tensor:
@@ -76,8 +107,9 @@ def hidden(model: DecisionTransformer, states: Array) -> Array:
     import torch
 
     with torch.no_grad():
-        rows: Array = model.trunk(scaled_states(states)).squeeze(-2).numpy().astype(np.float64)
-    return rows
+        inputs = scaled_states(states)
+        rows: Array = model.trunk(inputs.reshape(-1, 1, inputs.shape[-1])).numpy().astype(np.float64)
+    return rows.reshape(*states.shape[:-1], -1)
 
 
 def network_policy(model: DecisionTransformer) -> Policy:
@@ -92,6 +124,39 @@ def network_policy(model: DecisionTransformer) -> Policy:
     return policy
 
 
+def network_policies(model: DecisionTransformer, weights: Sequence[dict[str, torch.Tensor]]) -> Policies:
+    """The policies of one network with M sets of weights."""
+    import torch
+    from torch.func import functional_call, vmap
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    stacked = {name: torch.stack([each[name] for each in weights]) for name in weights[0]}
+    run = vmap(lambda parameters, inputs: functional_call(model, parameters, (inputs,)))
+
+    def policies(states: Array) -> Array:
+        fused = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # the fused kernels take no batch of weights
+        try:
+            with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+                forces: Array = run(stacked, scaled_states(states)).squeeze(-1).numpy().astype(np.float64)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
+        return FORCE_SCALE * forces
+
+    return policies
+
+
+def linear_policies(model: DecisionTransformer, readouts: Sequence[Array]) -> Policies:
+    """The policies of M readouts (d + 1,), bias last, on the rows of one frozen trunk."""
+    weights = np.stack(readouts)
+
+    def policies(states: Array) -> Array:
+        forces: Array = np.einsum("mnd,md->mn", hidden(model, states), weights[:, :-1]) + weights[:, -1:]
+        return FORCE_SCALE * forces
+
+    return policies
+
+
 class Frozen:
     """The pre-trained network as it is."""
 
@@ -103,6 +168,13 @@ class Frozen:
     def observe(self, state: Array, force: float) -> None:
         """Count the sample; learn nothing."""
         self.samples += 1
+
+    def snapshot(self) -> None:
+        """Nothing changes."""
+
+    def policies(self, snapshots: Sequence[None]) -> Policies:
+        """The same one M times."""
+        return lambda states: self.policy(states.reshape(-1, 4)).reshape(states.shape[:-1])
 
 
 class Retraining:
@@ -148,14 +220,22 @@ class Retraining:
 
     def observe(self, state: Array, force: float) -> None:
         """Keep the sample; retrain when the memory is full."""
-        started = time.perf_counter()
+        started = time.process_time()
         place = self.samples % self.memory
         self._states[place] = state
         self._forces[place] = force
         self.samples += 1
         if place + 1 == self.memory:
             self._retrain()
-        self.seconds += time.perf_counter() - started
+        self.seconds += time.process_time() - started
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """A copy of the weights."""
+        return {name: value.detach().clone() for name, value in self.model.named_parameters()}
+
+    def policies(self, snapshots: Sequence[dict[str, torch.Tensor]]) -> Policies:
+        """M snapshots as policies that run together."""
+        return network_policies(self.model, snapshots)
 
     def _retrain(self) -> None:
         import torch
@@ -196,19 +276,27 @@ class RecursiveLeastSquares:
 
     def observe(self, state: Array, force: float) -> None:
         """One Kalman step of the readout with unit noise."""
-        started = time.perf_counter()
+        started = time.process_time()
         z = np.append(hidden(self.model, state), 1.0)
         g = self._cov @ z
         spread = 1.0 + float(z @ g)
         self._mean += g * ((force / FORCE_SCALE - float(z @ self._mean)) / spread)
         self._cov -= np.outer(g, g) / spread
         self.samples += 1
-        self.seconds += time.perf_counter() - started
+        self.seconds += time.process_time() - started
 
     def policy(self, states: Array) -> Array:
         """Forces (N,) at states (N, 4)."""
         forces: Array = hidden(self.model, states) @ self._mean[:-1] + self._mean[-1]
         return FORCE_SCALE * forces
+
+    def snapshot(self) -> Array:
+        """The readout, bias last."""
+        return np.array(self._mean)
+
+    def policies(self, snapshots: Sequence[Array]) -> Policies:
+        """M snapshots as policies that run together."""
+        return linear_policies(self.model, snapshots)
 
 
 @dataclass(frozen=True)
@@ -281,11 +369,11 @@ METHODS = (
     Method("frozen", lambda model, _: Frozen(model), (), 0.0),
     _retraining(10, 3e-4),
     _retraining(20, 1e-3),
-    _retraining(25, 1e-3),
+    _retraining(25, 3e-4),
     _retraining(50, 1e-3),
     _retraining(75, 1e-3),
-    _retraining(100, 3e-3),
-    _retraining(50, 1e-1, readout_only=True),
+    _retraining(100, 1e-3),
+    _retraining(50, 3e-2, readout_only=True),
     Method("least squares", RecursiveLeastSquares, (1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7), 1e6),
 )
 """The paper's six memories and what the paper left out."""

@@ -39,6 +39,7 @@ __all__ = [
     "START_BOX",
     "STATE_BOX",
     "CartPole",
+    "Policies",
     "Policy",
     "Rollout",
     "force_rmse",
@@ -48,10 +49,12 @@ __all__ = [
     "sample_pairs",
     "sample_starts",
     "sample_states",
+    "success_rates",
 ]
 
 Array = NDArray[np.float64]
 Policy = Callable[[Array], Array]
+Policies = Callable[[Array], Array]  # of M policies at once: states (M, N, 4) → forces (M, N)
 
 
 @dataclass(frozen=True)
@@ -239,3 +242,21 @@ def rollout(
     last = states[-round(_HELD * rate) :]
     balanced = (np.abs(last[..., 0]) <= _BALANCED_X) & (np.abs(last[..., 2]) <= _BALANCED_THETA)
     return Rollout(np.arange(periods + 1) / rate, states, forces, balanced.all(axis=0))
+
+
+def success_rates(plant: CartPole, policies: Policies, count: int, starts: Array) -> Array:
+    """``rollout(...).success_rate`` of each of ``count`` policies from the same starts (N, 4), all of them at once."""
+    periods, held = round(HORIZON * CONTROL_RATE), round(_HELD * CONTROL_RATE)
+    states = np.repeat(np.asarray(starts, dtype=np.float64)[None], count, axis=0)
+    standing = np.abs(states[..., 2]) < 0.5 * math.pi
+    for t in range(1, periods + 1):
+        if not standing.any():
+            break
+        force = np.clip(policies(states), -FORCE_LIMIT, FORCE_LIMIT)
+        after = plant.step(states, force, 1.0 / CONTROL_RATE)
+        standing &= np.abs(after[..., 2]) < 0.5 * math.pi  # false for NaN
+        if t > periods - held:
+            standing &= (np.abs(after[..., 0]) <= _BALANCED_X) & (np.abs(after[..., 2]) <= _BALANCED_THETA)
+        states = np.where(standing[..., None], after, 0.0)  # what has failed stays out of the way
+    rates: Array = standing.mean(axis=1)
+    return rates

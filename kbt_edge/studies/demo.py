@@ -10,15 +10,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import statistics
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kbt_edge.cli import live
 from kbt_edge.errors import RangeError
 from kbt_edge.model import Model
 from kbt_edge.studies import cartpole
@@ -53,7 +53,7 @@ class Demo:
 
         old_plant = cartpole.rollout(cartpole.OLD, _policy(model), starts)
         before = cartpole.rollout(cartpole.NEW, _policy(model), starts)
-        band_before = _band(model, before)
+        scenes = [_scene("the old policy on the new plant", model, before)]
         progress = [_look(model, 0, gain, unseen, before, [])]
         seconds: list[float] = []
         _live(progress[-1])
@@ -65,13 +65,15 @@ class Demo:
             if i in _LOOK or i == options.samples:
                 after = cartpole.rollout(cartpole.NEW, _policy(model), starts)
                 progress.append(_look(model, i, gain, unseen, after, seconds))
-                _live(progress[-1])
-        _live(None)
+                if i in (_LOOK[0], options.samples):
+                    scenes.append(_scene(f"after {i} samples", model, after))
+            _live({**progress[-1], "samples": i})
+        live(None)
 
         options.out.mkdir(parents=True, exist_ok=True)
         bundle = model.save(options.out / "cartpole")
         picture = options.out / "demo.png"
-        drawn = _draw(picture, before, band_before, after, _band(model, after), options.samples)
+        drawn = _draw(picture, scenes)
         return {
             "samples": options.samples,
             "seed": options.seed,
@@ -124,64 +126,70 @@ def _look(
     }
 
 
-def _live(row: Mapping[str, Any] | None) -> None:
-    """A line on the terminal that is written over; nothing anywhere else."""
-    if not sys.stderr.isatty():
-        return
-    if row is None:
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
-        return
+def _live(row: Mapping[str, Any]) -> None:
     speed = "" if row["update_us"] is None else f", {row['update_us']:.1f} µs per update"
-    line = f"{row['samples']} samples: RMSE {row['rmse']:.2f} N, {_percent(row['success'])} balanced{speed}"
-    print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+    live(f"{row['samples']} samples: RMSE {row['rmse']:.2f} N, {_percent(row['success'])} balanced{speed}")
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def _band(model: Model, trial: cartpole.Rollout) -> tuple[Array, Array]:
-    """Force and its total standard deviation along the first trajectory, as the model sees it now."""
+class _Scene(NamedTuple):
+    """A column of the picture: the closed loop, and what the model thought along the first trajectory."""
+
+    title: str
+    trial: cartpole.Rollout
+    force: Array
+    std: Array  # of an observation
+
+
+def _scene(title: str, model: Model, trial: cartpole.Rollout) -> _Scene:
     path = trial.states[:-1, 0]
-    path = path[np.isfinite(path).all(axis=1)]
-    seen = [model.predict(state) for state in path]
-    return np.array([p.mean[0] for p in seen]), np.array([p.total_std[0] for p in seen])
+    seen = [model.predict(state) for state in path[np.isfinite(path).all(axis=1)]]
+    return _Scene(title, trial, np.array([p.mean[0] for p in seen]), np.array([p.total_std[0] for p in seen]))
 
 
-def _draw(
-    path: Path,
-    before: cartpole.Rollout,
-    band_before: tuple[Array, Array],
-    after: cartpole.Rollout,
-    band_after: tuple[Array, Array],
-    samples: int,
-) -> bool:
-    """Angles of all starts above, the force of one with its 95 % band below; before on the left, after on the right."""
+def _draw(path: Path, scenes: Sequence[_Scene]) -> bool:
+    """Angles of all starts above, the force of one with its 95 % band below; from left to right as samples come."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 2, sharex=True, sharey="row")
-    titles = ("before: the old policy on the new plant", f"after {samples} samples")
-    for column, (title, trial, (force, std)) in enumerate(
-        zip(titles, (before, after), (band_before, band_after), strict=True)
-    ):
-        top, bottom = axes[0, column], axes[1, column]
-        top.plot(trial.time, np.degrees(trial.states[:, :, 2]), color="tab:blue", alpha=0.5, linewidth=1)
-        top.axhline(0, color="black", linewidth=0.5)
-        top.set_title(f"{title}: {trial.success.sum()} of {trial.success.size} starts balanced")
-        top.set_ylim(-95, 95)
-        time_axis = trial.time[: len(force)]
-        bottom.fill_between(time_axis, force - 1.96 * std, force + 1.96 * std, color="tab:orange", alpha=0.3,
-                            label="95 % of observations, as predicted")  # fmt: skip
-        bottom.plot(time_axis, force, color="tab:red", linewidth=1.2, label="predicted force")
-        bottom.set_ylim(-1.2 * cartpole.FORCE_LIMIT, 1.2 * cartpole.FORCE_LIMIT)
-        bottom.set_xlabel("time (s)")
-    axes[0, 0].set_ylabel("pole angle (degrees)")
-    axes[1, 0].set_ylabel("force at the first start (N)")
-    axes[1, 1].legend(loc="upper right")
-    figure.savefig(path, dpi=110)
+    with rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(1.5 + 4.2 * len(scenes), 6.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(2, len(scenes), sharex=True, sharey="row")
+        for (top, bottom), (title, trial, force, std) in zip(axes.T, scenes, strict=True):
+            top.set_title(f"{title}\n{trial.success.sum()} of {trial.success.size} starts balanced")
+            angles = np.degrees(trial.states[:, :, 2])
+            top.plot(trial.time, angles, color="#0b5fa5", alpha=0.55, linewidth=1.2)
+            _mark_falls(top, trial.time, angles)
+            top.axhline(0, color="#555", linewidth=0.6)
+            top.set_ylim(-98, 98)
+            shown = trial.time[: len(force)]
+            bottom.fill_between(shown, force - 1.96 * std, force + 1.96 * std, color="#f0a04b", alpha=0.45, linewidth=0,
+                                label="its 95 % band")  # fmt: skip
+            bottom.plot(shown, force, color="#b33d02", linewidth=1.6, label="predicted force")
+            for limit in (-cartpole.FORCE_LIMIT, cartpole.FORCE_LIMIT):
+                bottom.axhline(limit, color="#555", linewidth=0.6, linestyle="--")
+            bottom.set_ylim(-1.3 * cartpole.FORCE_LIMIT, 1.3 * cartpole.FORCE_LIMIT)
+            bottom.set_xlabel("time (s)")
+            for panel in (top, bottom):
+                panel.grid(color="#e4e7eb")
+                panel.set_axisbelow(True)
+        axes[0, 0].set_ylabel("pole angle (degrees)")
+        axes[1, 0].set_ylabel("force at the first start (N)")
+        axes[1, -1].legend(loc="lower right")
+        figure.savefig(path, dpi=110)
     return True
+
+
+def _mark_falls(axes: Any, times: Array, angles: Array) -> None:
+    """A cross where a pole reaches the horizontal: its path ends there."""
+    for path in angles.T:
+        last = int(np.isfinite(path).sum()) - 1
+        if last + 1 < len(path):
+            axes.plot(times[last], path[last], "x", color="#c0392b", markersize=9, markeredgewidth=2.2)

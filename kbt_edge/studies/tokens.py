@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kbt_edge.cli import live
 from kbt_edge.errors import RangeError
 from kbt_edge.head import Head
 from kbt_edge.model import Model
@@ -344,14 +344,14 @@ def run_study(
             run = [evaluate(learner.head, unseen, rows)]
             for score, count in zip(follow(learner, pairs, checkpoints, unseen, rows), checkpoints, strict=True):
                 run.append(score)
-                _live(f"seed {seed}, {method.name}: {count} sequences, {100 * score.token:.1f} % of tokens")
+                live(f"seed {seed}, {method.name}: {count} sequences, {100 * score.token:.1f} % of tokens")
             scores.setdefault(method.name, []).append(run)
             # Of the reference only the last retraining counts: those before had less to learn from.
             steps = learner.step_seconds if method.every is not None else learner.step_seconds[-1:]
             seconds.setdefault(method.name, []).extend(steps)
             if method.name == KBT and not examples:
                 examples = [_example(model.trunk, Head.from_bytes(state), learner.head, pair) for pair in unseen[:3]]
-    _live("")
+    live(None)
     means = {name: Score(*np.mean([run[-1] for run in runs], axis=0).tolist()) for name, runs in scores.items()}
     return {
         "seeds": list(seeds),
@@ -402,12 +402,6 @@ def _example(trunk: Trunk, before: Head, after: Head, pair: Pair) -> dict[str, s
         Sequences((trunk, head), start=START, pad=PAD).generate(pair.source, end=END) for head in (before, after)
     ]
     return dict(zip(("word", "wanted", "before", "after"), map(written, (*pair, *answers)), strict=True))
-
-
-def _live(line: str) -> None:
-    """A line on the terminal that is written over; nothing anywhere else."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
 
 class Demo:
