@@ -11,6 +11,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
@@ -21,6 +22,7 @@
 #include "bench_loop.hpp"
 #include "head.hpp"
 #include "kbt.h"
+#include "kbt_mailbox.h"
 
 namespace py = pybind11;
 
@@ -42,9 +44,11 @@ bool is_array_of(const py::handle &object) {
   return is_array(object) && py::isinstance<py::array_t<T>>(object);
 }
 
-// The NamedTuples of kbt_edge/head.py, and the words of an Update's status. They live as long as the process.
+// The NamedTuples of kbt_edge/head.py, its error, and the words of an Update's status. They live as long as the
+// process.
 struct Results {
   PyTypeObject *prediction = &PyTuple_Type, *update = &PyTuple_Type;
+  PyObject *error = PyExc_RuntimeError;
   PyObject *ok = PyUnicode_InternFromString("ok"), *gated = PyUnicode_InternFromString("gated");
 };
 Results &results() {
@@ -111,12 +115,37 @@ void fast(py::class_<Class> &type, const char *name) {
       py::reinterpret_steal<py::object>(PyDescr_NewMethod(reinterpret_cast<PyTypeObject *>(type.ptr()), &definition));
 }
 
+// Memory aligned as the core asks for.
+struct FreeAligned {
+  void operator()(void *p) const { ::operator delete (p, std::align_val_t{KBT_ARENA_ALIGN}); }
+};
+using Memory = std::unique_ptr<void, FreeAligned>;
+Memory aligned_memory(std::size_t bytes) {
+  return Memory(::operator new (bytes, std::align_val_t{KBT_ARENA_ALIGN}));
+}
+
+// Between a head that learns and one reader.
+class Mailbox {
+ public:
+  explicit Mailbox(const kbt_head *head) : memory_(aligned_memory(kbt_mailbox_bytes(head))) {
+    kbt_mailbox_init(head, memory_.get(), kbt_mailbox_bytes(head), &mailbox_);
+  }
+  kbt_mailbox *get() const { return mailbox_; }
+
+ private:
+  Memory memory_;
+  kbt_mailbox *mailbox_ = nullptr;
+};
+
+// The arena from which an update takes longer (some 50 us) than handing the interpreter to another thread and back.
+constexpr std::size_t kWorthUnlocking = 1 << 19;
+
 class Core {
  public:
   explicit Core(const kbt_config &cfg) {
     const std::size_t bytes = kbt_arena_bytes(&cfg);
     if (bytes == 0) throw py::value_error("the configuration is refused; check it with Config.check first");
-    arena_.reset(::operator new (bytes, std::align_val_t{KBT_ARENA_ALIGN}));
+    arena_ = aligned_memory(bytes);
     bytes_ = bytes;
     const kbt_status status = kbt_init(&cfg, arena_.get(), bytes, &head_);
     if (status != KBT_OK) throw py::value_error(kbt_status_str(status));
@@ -146,8 +175,9 @@ class Core {
     if (count < 1 || count > cfg_.max_rows) return py::int_(static_cast<int>(KBT_E_ROWS));
     py::array mean = new_array(dtype_, rows, outputs_), cov = new_array(dtype_, K, K);
     py::array total_var = new_array(dtype_, rows, outputs_);
-    const kbt_status status = kbt_predict(head_, input, static_cast<int32_t>(count), mean.mutable_data(),
-                                          cov.mutable_data(), total_var.mutable_data());
+    void *const to[] = {mean.mutable_data(), cov.mutable_data(), total_var.mutable_data()};
+    const kbt_status status =
+        work([&] { return kbt_predict(head_, input, static_cast<int32_t>(count), to[0], to[1], to[2]); });
     if (status != KBT_OK) return py::int_(static_cast<int>(status));
     one_row_ = rows < 0;
     return record(results().prediction, std::move(mean), std::move(cov), std::move(total_var));
@@ -155,13 +185,13 @@ class Core {
 
   // y: plain targets, or int32 labels (softmax). h is None to observe the latest prediction.
   py::object learn(const py::object &h, const py::object &y, const py::object &noise) {
-    py::ssize_t rows = one_row_ ? -1 : kbt_predicted_rows(head_), noise_rows = 0, noise_count = 0;
+    py::ssize_t rows = one_row_ ? -1 : kbt_predicted_rows(head()), noise_rows = 0, noise_count = 0;
     const void *input = nullptr;
     if (!h.is_none()) {
       input = plain(h, d_, &rows);
       if (input == nullptr) return py::none();
       if (rows == 0 || rows > cfg_.max_rows) return py::int_(static_cast<int>(KBT_E_ROWS));
-    } else if (kbt_predicted_rows(head_) == 0) {
+    } else if (kbt_predicted_rows(head()) == 0) {
       return py::int_(static_cast<int>(KBT_E_ORDER));
     }
     const int32_t count = static_cast<int32_t>(rows < 0 ? 1 : rows);
@@ -185,42 +215,49 @@ class Core {
       const bool shaped = rows < 0 ? labels.ndim() == 0 : labels.ndim() == 1 && labels.size() == rows;
       if ((labels.flags() & kPlain) != kPlain || !shaped) return py::none();
       const auto *data = static_cast<const int32_t *>(labels.data());
-      status = input != nullptr ? kbt_update_labels(head_, input, count, data, R, nc, &result)
+      status = work([&] {
+        return input != nullptr ? kbt_update_labels(head_, input, count, data, R, nc, &result)
                                 : kbt_observe_labels(head_, data, R, nc, &result);
+      });
     } else {
       py::ssize_t target_rows = 0;
       const void *target = plain(y, outputs_, &target_rows);
       if (target == nullptr || target_rows != rows) return py::none();
-      status = input != nullptr ? kbt_update(head_, input, count, target, R, nc, &result)
+      status = work([&] {
+        return input != nullptr ? kbt_update(head_, input, count, target, R, nc, &result)
                                 : kbt_observe(head_, target, R, nc, &result);
+      });
     }
     if (status != KBT_OK && status != KBT_GATED) return py::int_(static_cast<int>(status));
+    post();
     return update_record(status == KBT_GATED, result.nis, result.log_likelihood);
   }
 
   int set_prior(const py::array &weight, const py::array &bias, std::uint64_t seed) {
-    return kbt_set_prior(head_, weight.data(), bias.data(), seed);
+    return kbt_set_prior(head(), weight.data(), bias.data(), seed);
   }
   int set_means(const std::vector<py::array> &means) {
     std::array<const void *, KBT_MAX_LAYERS> pointers{};
     for (std::size_t i = 0; i < means.size() && i < pointers.size(); ++i) pointers[i] = means[i].data();
-    return kbt_set_means(head_, pointers.data());
+    return kbt_set_means(head(), pointers.data());
   }
   int set_noise(const py::array &noise) {
-    return kbt_set_noise(head_, noise.data(), static_cast<int32_t>(noise.size()));
+    const kbt_status status = kbt_set_noise(head(), noise.data(), static_cast<int32_t>(noise.size()));
+    post();
+    return status;
   }
 
   py::array noise() const {
     py::array all(dtype_, std::vector<py::ssize_t>{outputs_, outputs_});
     int32_t count = 0;
-    kbt_get_noise(head_, all.mutable_data(), &count);
+    kbt_get_noise(head(), all.mutable_data(), &count);
     if (count == outputs_ * outputs_ && outputs_ > 1) return all;
     return py::array(dtype_, std::vector<py::ssize_t>{outputs_}, all.data());
   }
   py::array mean(int layer) const {
     const py::ssize_t n = width(layer + 1), m = width(layer) + 1;
     py::array out(dtype_, std::vector<py::ssize_t>{n, m});
-    kbt_get_mean(head_, layer, out.mutable_data());
+    kbt_get_mean(head(), layer, out.mutable_data());
     return out;
   }
   py::array cov(int layer) const {
@@ -229,48 +266,83 @@ class Core {
     if (cfg_.covariance == KBT_FULL) shape = {n * m, n * m};
     if (cfg_.covariance == KBT_DIAGONAL) shape = {n, m};
     py::array out(dtype_, shape);
-    kbt_get_cov(head_, layer, out.mutable_data());
+    kbt_get_cov(head(), layer, out.mutable_data());
     return out;
   }
   py::tuple factor_range(int layer) const {
     double smallest = 0.0, largest = 0.0;
-    kbt_get_factor_range(head_, layer, &smallest, &largest);
+    kbt_get_factor_range(head(), layer, &smallest, &largest);
     return py::make_tuple(smallest, largest);
   }
   py::tuple counters() const {
     kbt_counters c{};
-    kbt_get_counters(head_, &c);
+    kbt_get_counters(head(), &c);
     return py::make_tuple(c.rejected, c.gated, c.floored);
   }
 
   py::bytes save() const {
-    std::vector<char> blob(kbt_state_size(head_));
-    kbt_state_save(head_, blob.data(), blob.size());
+    std::vector<char> blob(kbt_state_size(head()));
+    kbt_state_save(head(), blob.data(), blob.size());
     return py::bytes(blob.data(), blob.size());
   }
   int load(const py::bytes &blob) {
     const std::string_view view = blob;
-    return kbt_state_load(head_, view.data(), view.size());
+    const kbt_status status = kbt_state_load(head(), view.data(), view.size());
+    post();
+    return status;
   }
 
-  kbt_head *head() const { return head_; }
+  // From now on, whatever this head learns is posted there, as long as somebody keeps the mailbox.
+  void post_to(const std::shared_ptr<Mailbox> &mailbox) {
+    readers_.erase(std::remove_if(readers_.begin(), readers_.end(), [](const auto &box) { return box.expired(); }),
+                   readers_.end());
+    readers_.push_back(mailbox);
+  }
+  void post() const {
+    for (const auto &reader : readers_) {
+      if (const auto mailbox = reader.lock()) kbt_post(head_, mailbox->get());
+    }
+  }
+  void take(const Mailbox &mailbox) { kbt_take(head(), mailbox.get()); }
+
+  // The core's work on this head: without the interpreter where that pays. Meanwhile head() refuses other threads.
+  template <class F>
+  kbt_status work(F f) {
+    head();
+    if (bytes_ < kWorthUnlocking) return f();
+    busy_ = true;
+    kbt_status status;
+    {
+      const py::gil_scoped_release unlocked;
+      status = f();
+    }
+    busy_ = false;
+    return status;
+  }
+  kbt_head *unguarded() const { return head_; }
+  kbt_head *head() const {
+    if (!busy_) return head_;
+    PyErr_SetString(results().error,
+                    "head: expected one thread at a time, got a call while another thread is in one; give each thread "
+                    "that predicts its own head.reader()");
+    throw py::error_already_set();
+  }
   py::ssize_t outputs() const { return outputs_; }
   void set_one_row(bool one_row) { one_row_ = one_row; }
 
-  std::uint64_t samples() const { return kbt_samples(head_); }
-  int predicted_rows() const { return kbt_predicted_rows(head_); }
+  std::uint64_t samples() const { return kbt_samples(head()); }
+  int predicted_rows() const { return kbt_predicted_rows(head()); }
   bool one_row() const { return one_row_; }
   std::size_t nbytes() const { return bytes_; }
   const kbt_config &config() const { return cfg_; }
 
  private:
-  struct Free {
-    void operator()(void *p) const { ::operator delete (p, std::align_val_t{KBT_ARENA_ALIGN}); }
-  };
   py::ssize_t width(int i) const { return cfg_.widths[i]; }
 
-  std::unique_ptr<void, Free> arena_;
+  Memory arena_;
+  std::vector<std::weak_ptr<Mailbox>> readers_;
   std::size_t bytes_ = 0;
+  bool busy_ = false;  // a thread works on the head without the interpreter; written only with it
   kbt_head *head_ = nullptr;
   kbt_config cfg_{};
   py::dtype dtype_;
@@ -305,6 +377,7 @@ class Pipeline {
 
   // None: x is not a plain array, or the trunk refused it; the caller goes the long way, which explains.
   py::object predict(const py::object &x) {
+    core_.head();  // refuses while another thread is in it: its trunk's buffers are in use as well
     if (trunk_ == nullptr || !is_array(x)) return py::none();
     const auto array = py::reinterpret_borrow<py::array>(x);
     if (!(array.flags() & py::array::c_style) || !same_shape(array)) return py::none();
@@ -321,19 +394,20 @@ class Pipeline {
 
   // The rows that the trunk has left in h.
   py::object predict_rows() {
+    core_.head();
     const py::ssize_t rows = rows_ == 1 ? -1 : rows_;
     py::array mean = new_array(double_, rows, core_.outputs()), cov = new_array(float_, count_, count_);
     py::array total_var = new_array(float_, rows, core_.outputs());
-    const kbt_status status =
-        predict_into(static_cast<double *>(mean.mutable_data()), static_cast<float *>(cov.mutable_data()),
-                     static_cast<float *>(total_var.mutable_data()));
+    auto *m = static_cast<double *>(mean.mutable_data());
+    auto *c = static_cast<float *>(cov.mutable_data()), *t = static_cast<float *>(total_var.mutable_data());
+    const kbt_status status = core_.work([&] { return predict_into(m, c, t); });
     if (status != KBT_OK) return py::int_(static_cast<int>(status));
     return record(results().prediction, std::move(mean), std::move(cov), std::move(total_var));
   }
 
   // The same without Python: m, t of `count` numbers, c of count * count.
   kbt_status predict_into(double *m, float *c, float *t) {
-    const kbt_status status = kbt_predict(core_.head(), h_.data(), static_cast<int32_t>(rows_), u_.data(), c, t);
+    const kbt_status status = kbt_predict(core_.unguarded(), h_.data(), static_cast<int32_t>(rows_), u_.data(), c, t);
     if (status != KBT_OK) return status;
     core_.set_one_row(rows_ == 1);
     for (py::ssize_t i = 0; i < count_; ++i) {
@@ -366,9 +440,10 @@ class Pipeline {
     }
     if (kbt_predicted_rows(core_.head()) != rows_) return py::none();
     kbt_result result{0.0, 0.0};
-    const kbt_status status = observe_target(target, &result);
+    const kbt_status status = core_.work([&] { return observe_target(target, &result); });
     if (status == KBT_E_RANGE) return py::none();
     if (status != KBT_OK && status != KBT_GATED) return py::int_(static_cast<int>(status));
+    core_.post();
     return update_record(status == KBT_GATED, result.nis, result.log_likelihood - log_scale_);
   }
 
@@ -379,7 +454,7 @@ class Pipeline {
       if (!(std::fabs(u) <= static_cast<double>(std::numeric_limits<float>::max()))) return KBT_E_RANGE;
       u_[static_cast<std::size_t>(i)] = static_cast<float>(u);
     }
-    return kbt_observe(core_.head(), u_.data(), nullptr, 0, result);
+    return kbt_observe(core_.unguarded(), u_.data(), nullptr, 0, result);
   }
 
   // Scaling and trunk without Python: 0, or what the trunk returned. x: as many numbers as its input has.
@@ -501,15 +576,15 @@ class Loop {
   }
   static int core_predict(void *self, const void *h) {
     auto *loop = static_cast<Loop *>(self);
-    return kbt_predict(loop->core_->head(), h, loop->rows_, loop->mean_.data(), loop->cov_.data(),
+    return kbt_predict(loop->core_->unguarded(), h, loop->rows_, loop->mean_.data(), loop->cov_.data(),
                        loop->total_var_.data());
   }
   static int core_observe(void *self, const void *y) {
     const auto *loop = static_cast<Loop *>(self);
     kbt_result result{0.0, 0.0};
-    return learned(loop->labels_
-                       ? kbt_observe_labels(loop->core_->head(), static_cast<const int32_t *>(y), nullptr, 0, &result)
-                       : kbt_observe(loop->core_->head(), y, nullptr, 0, &result));
+    return learned(loop->labels_ ? kbt_observe_labels(loop->core_->unguarded(), static_cast<const int32_t *>(y),
+                                                      nullptr, 0, &result)
+                                 : kbt_observe(loop->core_->unguarded(), y, nullptr, 0, &result));
   }
 
   Pipeline *pipeline_ = nullptr;
@@ -597,10 +672,14 @@ PYBIND11_MODULE(_core, m) {
            })
       .def("arena_bytes", [](const kbt_config &c) { return kbt_arena_bytes(&c); });
 
-  m.def("set_results", [](const py::type &prediction, const py::type &update) {
+  m.def("set_results", [](const py::type &prediction, const py::type &update, const py::type &error) {
+    results().error = py::type(error).release().ptr();
     results().prediction = reinterpret_cast<PyTypeObject *>(py::type(prediction).release().ptr());
     results().update = reinterpret_cast<PyTypeObject *>(py::type(update).release().ptr());
   });
+  py::class_<Mailbox, std::shared_ptr<Mailbox>>(m, "Mailbox").def(py::init([](const Core &core) {
+    return std::make_shared<Mailbox>(core.head());
+  }));
   py::class_<Core> core(m, "Core");
   fast<Core, &Core::predict, 1>(core, "predict");
   fast<Core, &Core::learn, 3>(core, "learn");
@@ -615,6 +694,8 @@ PYBIND11_MODULE(_core, m) {
       .def("counters", &Core::counters)
       .def("save", &Core::save)
       .def("load", &Core::load)
+      .def("post_to", &Core::post_to)
+      .def("take", &Core::take)
       .def_property_readonly("samples", &Core::samples)
       .def_property_readonly("predicted_rows", &Core::predicted_rows)
       .def_property_readonly("one_row", &Core::one_row)

@@ -66,12 +66,19 @@ class Head : public kbt_head {
   void plan(const kbt_config &config, Arena &arena) {
     cfg = config;
     const Index rows = cfg.max_rows, rank = rows * outputs();
+    const std::size_t start = arena.used();
+    for (Index i = 0; i < layers(); ++i) {
+      Posterior<T> &w = layers_[i].w;
+      w.shape(cfg.widths[i], cfg.widths[i + 1], cfg.covariance, static_cast<T>(cfg.prior_var[i]));
+      w.mean = arena.take<T>(w.mean_count());
+      w.d = arena.take<T>(w.d_count());
+      w.u = arena.take<T>(w.u_count());
+    }
+    noise_ = arena.take<T>(noise_capacity());
+    learned_bytes_ = arena.used() - start;
+
     for (Index i = 0; i < layers(); ++i) {
       Linear<T> &layer = layers_[i];
-      layer.w.shape(cfg.widths[i], cfg.widths[i + 1], cfg.covariance, static_cast<T>(cfg.prior_var[i]));
-      layer.w.mean = arena.take<T>(layer.w.mean_count());
-      layer.w.d = arena.take<T>(layer.w.d_count());
-      layer.w.u = arena.take<T>(layer.w.u_count());
       layer.z = arena.take<T>(rows * layer.w.z_stride);
       layer.F = arena.take<T>(layer.w.projection_count(rows));
       layer.own = arena.take<T>(cfg.covariance == KBT_DIAGONAL ? 0 : rows * rows * layer.w.stride);
@@ -79,7 +86,6 @@ class Head : public kbt_head {
       spread_[i] = arena.take<T>(rows * layer.w.stride);
       adjoint_[i] = arena.take<T>((1 + rank) * rows * layer.w.stride);
     }
-    noise_ = arena.take<T>(noise_capacity());
     call_noise_ = arena.take<T>(noise_capacity());
     target_ = arena.take<T>(rank);
 
@@ -158,6 +164,18 @@ class Head : public kbt_head {
   Posterior<T> &weights(Index layer) { return layers_[layer].w; }
   const Posterior<T> &weights(Index layer) const { return layers_[layer].w; }
   const T *noise() const { return noise_; }
+  // Everything that learning changes but the sample count and the kind of noise, as one piece: two heads of one
+  // configuration have it in the same order.
+  void *learned() { return layers_[0].w.mean; }
+  const void *learned() const { return layers_[0].w.mean; }
+  std::size_t learned_bytes() const { return learned_bytes_; }
+  bool noise_is_matrix() const { return noise_matrix_; }
+  // What goes with learned numbers that were copied into this head.
+  void take_over(std::uint64_t its_samples, bool its_noise_is_matrix) {
+    samples = its_samples;
+    noise_matrix_ = its_noise_is_matrix;
+    predicted_rows = 0;
+  }
   Index noise_count() const { return noise_matrix_ ? outputs() * outputs() : outputs(); }
 
   // ---- prior (METHOD section 1) ------------------------------------------------------------------------------------
@@ -285,6 +303,7 @@ class Head : public kbt_head {
           array(spread, out.stride) = array(&out.same(a, a, 0), out.stride);
         }
       }
+      if (last && !outputs_in_range(rows)) return KBT_E_RANGE;
       if (!last) relu_[i].forward(u_, out, cfg.relu_order, layers_[i + 1].z, layers_[i + 1].w.z_stride, series_);
       in = out;
       certain = false;
@@ -406,12 +425,24 @@ class Head : public kbt_head {
     return noise_[noise_matrix_ ? o * outputs() + o : o];
   }
 
+  // Sums of a few numbers below this stay in the range of T.
+  static constexpr T kLargest = std::numeric_limits<T>::max() * T(1e-8);
+
+  // Variances of the outputs are still to be multiplied by derivatives of the softmax and added to the noise.
+  bool outputs_in_range(Index rows) const {
+    const Index stride = layers_[layers() - 1].w.stride;
+    for (Index a = 0; a < rows; ++a) {
+      for (Index j = 0; j < outputs(); ++j) {
+        if (!(spread_[layers() - 1][a * stride + j] < kLargest)) return false;
+      }
+    }
+    return true;
+  }
   // A weight moves by at most sqrt(S_pp) sqrt(Var u) |r|. Refuse what could leave the range of T.
   bool steps_in_range(Index i, Index rows, Index rank) const {
-    const T limit = std::numeric_limits<T>::max() * T(1e-8);
     const Adjoint<T> adj = adjoint(i, rows, rank);
     if (!all_finite(adj.data, (1 + rank) * rows * adj.stride)) return false;
-    return quadratic(adj.data, spread_[i], rows * adj.stride) < limit;  // column 0 is r
+    return quadratic(adj.data, spread_[i], rows * adj.stride) < kLargest;  // column 0 is r
   }
 
   // R_i += (r_i - R_i) / min(n0 + samples, window), floored.
@@ -444,6 +475,7 @@ class Head : public kbt_head {
   T *noise_, *call_noise_;  // R of the head, and of one call
   T *target_;
   bool noise_matrix_;
+  std::size_t learned_bytes_;
   typename Linear<T>::Work work_;
   Measurement<T> measurement_;
 };

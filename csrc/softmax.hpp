@@ -19,7 +19,8 @@ void softmax(const T *u, Index n, T *p) {
 }
 
 // Second order: mean_i = p_i + p_i/2 [(e_i - p)^T S (e_i - p) - (sum_k p_k S_kk - p^T S p)], held to a probability.
-// S is the n x n covariance of u with leading dimension ld. mean may not alias p.
+// S is the n x n covariance of u with leading dimension ld. mean may not alias p. Where S is so large that rounding
+// leaves nothing of the series, the mean is p.
 template <class T>
 void softmax_second_order(const T *p, const T *S, Index ld, Index n, T *mean) {
   T own = T(0), whole = T(0);
@@ -35,7 +36,7 @@ void softmax_second_order(const T *p, const T *S, Index ld, Index n, T *mean) {
     mean[i] = value > T(0) ? value : T(0);
     sum += mean[i];
   }
-  for (Index i = 0; i < n; ++i) mean[i] /= sum;
+  for (Index i = 0; i < n; ++i) mean[i] = sum > T(0) ? mean[i] / sum : p[i];
 }
 
 // 1 - p_i as the sum of the others: a confident p_i near 1 has lost it.

@@ -166,13 +166,6 @@ void write_body(const Head<T> &head, Writer &out) {
   out.flush();
 }
 
-template <class T>
-std::size_t state_size(const Head<T> &head) {
-  Writer count;
-  write_body(head, count);
-  return kHeaderBytes + count.used();
-}
-
 // The body goes by twice, as its CRC comes before it: so a state needs no memory beside the head that has it.
 template <class T>
 void write_state(const Head<T> &head, kbt_sink *sink, void *context) {
@@ -212,19 +205,12 @@ inline kbt_status read_header(const unsigned char *blob, std::size_t size, kbt_c
   return body.truncated() ? KBT_E_BLOB_SHORT : KBT_OK;
 }
 
-// Number by number and bit by bit.
+// Bit by bit.
 inline bool same_config(const kbt_config &a, const kbt_config &b) {
-  unsigned char bytes[2][sizeof(kbt_config)];
-  const kbt_config *configs[] = {&a, &b};
-  for (int i = 0; i < 2; ++i) {
-    unsigned char *to = bytes[i];
-    visit_config(*configs[i], [&](const auto &x) {
-      std::memcpy(to, &x, sizeof x);
-      to += sizeof x;
-    });
-    std::memset(to, 0, static_cast<std::size_t>(bytes[i] + sizeof bytes[i] - to));
-  }
-  return std::memcmp(bytes[0], bytes[1], sizeof bytes[0]) == 0;
+  static_assert(
+      sizeof(kbt_config) == (9 + KBT_MAX_LAYERS + 1) * sizeof(std::int32_t) + (KBT_MAX_LAYERS + 4) * sizeof(double),
+      "no padding, whose bytes could be anything");
+  return std::memcmp(&a, &b, sizeof a) == 0;
 }
 
 // Bytes of a state with this configuration and this many numbers of noise, as a double: absurd sizes cannot wrap.
@@ -240,6 +226,11 @@ inline double state_bytes(const kbt_config &cfg, double noise_count) {
   }
   return static_cast<double>(kHeaderBytes + config.used() + sizeof(std::uint64_t) + sizeof(std::int32_t)) +
          real * numbers;
+}
+
+template <class T>
+std::size_t state_size(const Head<T> &head) {
+  return static_cast<std::size_t>(state_bytes(head.cfg, static_cast<double>(head.noise_count())));
 }
 
 // Two passes over the same bytes: the first only judges, the second writes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ from kbt_edge import _core
 from kbt_edge._arrays import Array, labels_array, plain_array, real_array, shape_error
 from kbt_edge._files import read_bounded, write_atomic
 from kbt_edge.errors import BundleError, DtypeError, KbtError, NumericsError, RangeError, ShapeError
+
+if TYPE_CHECKING:
+    from kbt_edge.reader import Reader
 
 __all__ = ["Counters", "Head", "Layer", "Prediction", "Update"]
 
@@ -97,7 +100,7 @@ class Update(NamedTuple):
     """Log predictive density (gaussian) or log probability (softmax) of the sample."""
 
 
-_core.set_results(Prediction, Update)
+_core.set_results(Prediction, Update, KbtError)
 
 
 class Counters(NamedTuple):
@@ -245,6 +248,12 @@ class Head:
         """Learn the target of the latest ``predict``, without a second forward pass. Once per prediction."""
         result = self._core.learn(None, y, noise_var)
         return result if isinstance(result, Update) else self._explain(result, None, y, noise_var)
+
+    def reader(self) -> Reader:
+        """One for each other thread that predicts while this one learns."""
+        from kbt_edge.reader import Reader
+
+        return Reader(self)
 
     def _explain(
         self, result: int | None, h: npt.ArrayLike | None, y: npt.ArrayLike, noise_var: npt.ArrayLike | None

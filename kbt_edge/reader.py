@@ -1,0 +1,38 @@
+"""Predictions in one thread while another one learns."""
+
+from __future__ import annotations
+
+import numpy.typing as npt
+
+from kbt_edge import _core
+from kbt_edge.head import Head, Prediction
+
+__all__ = ["Reader"]
+
+
+class Reader:
+    """Predicts with what a head has learned up to its latest whole update. Made by ``Head.reader``.
+
+    It has memory of its own, so neither thread waits for the other, and a prediction here does not disturb the one
+    that the learning thread is about to observe. One reader serves one thread.
+    """
+
+    __slots__ = ("_head", "_mailbox")
+
+    def __init__(self, head: Head) -> None:
+        self._mailbox = _core.Mailbox(head._core)
+        self._head = Head.from_bytes(head.to_bytes())
+        head._core.post_to(self._mailbox)
+
+    def predict(self, h: npt.ArrayLike) -> Prediction:
+        """Mean and covariance of the output at ``h``, (d,) or (rows, d), as ``Head.predict`` gives them."""
+        self._head._core.take(self._mailbox)
+        return self._head.predict(h)
+
+    @property
+    def samples(self) -> int:
+        """How many updates the latest prediction knew of."""
+        return self._head.samples
+
+    def __repr__(self) -> str:
+        return f"Reader({self._head!r})"

@@ -1,0 +1,273 @@
+// abi.cpp - the C ABI called in any order with any numbers.
+//
+// The bytes choose a configuration, then calls. After each call these must hold:
+//   - a call that was refused (or gated, or only looks) left the state byte for byte as it was;
+//   - what was learned is finite, and no variance is negative;
+//   - what was predicted is finite, with variances that are not negative;
+//   - a saved state, loaded into a second head, is saved to the same bytes.
+// The arena and every buffer have exactly the size that the header promises to suffice, so that the address sanitizer
+// sees the first byte too many.
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "fuzz.hpp"
+#include "kbt.h"
+
+namespace {
+
+struct Tally {
+  unsigned long long calls = 0, refused = 0, learned = 0;
+  ~Tally() { std::fprintf(stderr, "abi: %llu calls, %llu refused, %llu learned\n", calls, refused, learned); }
+} tally;
+
+struct Free {
+  void operator()(void *memory) const { std::free(memory); }
+};
+using Memory = std::unique_ptr<void, Free>;
+using Blob = std::vector<unsigned char>;
+
+Memory arena_of(std::size_t bytes) {
+  void *memory = nullptr;
+  REQUIRE(posix_memalign(&memory, KBT_ARENA_ALIGN, bytes) == 0);
+  return Memory(memory);
+}
+
+kbt_config configuration(fuzz::Bytes &in) {
+  kbt_config cfg;
+  kbt_config_default(&cfg, 1 + in.below(4), 1 + in.below(3));
+  cfg.dtype = in.below(2);
+  cfg.layers = 1 + in.below(3);
+  for (int i = 1; i < cfg.layers; ++i) {
+    cfg.widths[i + 1] = cfg.widths[i];
+    cfg.widths[i] = in.rarely() ? 1 + in.below(8) : 2 * cfg.widths[0] + in.below(3);
+  }
+  cfg.max_rows = 1 + in.below(3);
+  cfg.output = in.below(2);
+  cfg.covariance = in.below(3);
+  cfg.rule = in.below(4) == 0;
+  cfg.noise = in.below(3);
+  cfg.relu_order = 2 + in.below(3);
+  cfg.softmax_order = 1 + in.below(2);
+  for (double &var : cfg.prior_var) var = in.scale();
+  cfg.noise_var = in.scale();
+  cfg.input_var = in.below(3) == 0 ? in.scale() : 0.0;
+  cfg.forgetting = in.below(2) ? 1.0 - in.byte() / 2000.0 : 1.0;
+  cfg.gate = in.below(3) == 0 ? 9.0 : 0.0;
+  if (in.rarely()) {  // any one of its numbers may be anything
+    std::int32_t words[sizeof cfg / sizeof(std::int32_t)];
+    std::memcpy(words, &cfg, sizeof cfg);
+    words[in.byte() % (sizeof words / sizeof *words)] = in.raw<std::int32_t>();
+    std::memcpy(&cfg, words, sizeof cfg);
+  }
+  return cfg;
+}
+
+template <class T>
+class Session {
+ public:
+  Session(fuzz::Bytes &in, const kbt_config &cfg) : in_(in), cfg_(cfg), d_(cfg.widths[0]), n_(cfg.widths[cfg.layers]) {
+    memory_ = arena_of(kbt_arena_bytes(&cfg));
+    REQUIRE(kbt_init(&cfg, memory_.get(), kbt_arena_bytes(&cfg), &head_) == KBT_OK);
+    state_ = save();
+  }
+
+  void run() {
+    for (int i = 0; i < 64 && !in_.empty(); ++i) {
+      const kbt_status status = call();
+      ++tally.calls;
+      const Blob after = save();
+      if (status != KBT_OK || !changes_) {
+        tally.refused += status != KBT_OK;
+        REQUIRE(after == state_);
+      }
+      if (status == KBT_OK && changes_) check_state();
+      state_ = after;
+    }
+  }
+
+ private:
+  kbt_status call() {
+    changes_ = true;
+    rows_ = in_.rarely() ? in_.raw<std::int32_t>() : 1 + in_.below(cfg_.max_rows);
+    switch (in_.below(16)) {
+      case 0: return kbt_set_prior(head_, numbers(n_ * d_), in_.below(2) ? numbers(n_) : nullptr, in_.byte());
+      case 1: return set_means();
+      case 2: return kbt_set_noise(head_, noise(), count_);
+      case 3: return load_own();
+      case 4: return load_damaged();
+      case 5: return observe_labels();
+      case 6: return update_labels();
+      case 7:
+      case 8: return observe();
+      case 9:
+      case 10:
+      case 11: return predict();
+      default: return update();
+    }
+  }
+
+  kbt_status predict() {
+    changes_ = false;
+    const T *h = numbers(allowed_rows() * d_);
+    const std::size_t K = static_cast<std::size_t>(allowed_rows() * n_);
+    std::vector<T> mean(K), cov(K * K), var(K);
+    const bool want_cov = in_.below(4) != 0, want_var = in_.below(4) != 0;
+    const kbt_status status = kbt_predict(head_, in_.rarely() ? nullptr : h, rows_, mean.data(),
+                                          want_cov ? cov.data() : nullptr, want_var ? var.data() : nullptr);
+    if (status != KBT_OK) return status;
+    for (std::size_t i = 0; i < K; ++i) {
+      REQUIRE(finite(mean[i]) && finite(var[i]) && var[i] >= T(0) && cov[i * K + i] >= T(0));
+      for (std::size_t k = 0; k < K; ++k) REQUIRE(finite(cov[i * K + k]));
+    }
+    return status;
+  }
+  kbt_status update() {
+    const T *h = numbers(allowed_rows() * d_), *y = targets(allowed_rows());
+    const T *R = in_.below(4) == 0 ? noise() : nullptr;
+    return learned(kbt_update(head_, h, rows_, y, R, R != nullptr ? count_ : 0, &result_));
+  }
+  kbt_status observe() {
+    const T *y = targets(kbt_predicted_rows(head_));
+    const T *R = in_.below(4) == 0 ? noise() : nullptr;
+    return learned(kbt_observe(head_, y, R, R != nullptr ? count_ : 0, in_.below(4) != 0 ? &result_ : nullptr));
+  }
+  kbt_status update_labels() {
+    const T *h = numbers(allowed_rows() * d_);
+    return learned(kbt_update_labels(head_, h, rows_, labels(allowed_rows()), nullptr, 0, &result_));
+  }
+  kbt_status observe_labels() {
+    return learned(kbt_observe_labels(head_, labels(kbt_predicted_rows(head_)), nullptr, 0, &result_));
+  }
+  kbt_status set_means() {
+    const void *means[KBT_MAX_LAYERS];
+    for (int i = 0; i < cfg_.layers; ++i) means[i] = numbers(cfg_.widths[i + 1] * (cfg_.widths[i] + 1));
+    if (in_.rarely()) means[in_.below(cfg_.layers)] = nullptr;
+    return kbt_set_means(head_, means);
+  }
+  kbt_status load_own() {  // into this head and into a second one: the same bytes come out of both
+    const Memory memory = arena_of(kbt_arena_bytes(&cfg_));
+    kbt_head *twin = nullptr;
+    REQUIRE(kbt_init(&cfg_, memory.get(), kbt_arena_bytes(&cfg_), &twin) == KBT_OK);
+    REQUIRE(kbt_state_load(twin, state_.data(), state_.size()) == KBT_OK);
+    Blob again(kbt_state_size(twin));
+    REQUIRE(kbt_state_save(twin, again.data(), again.size()) == KBT_OK && again == state_);
+    changes_ = false;
+    return kbt_state_load(head_, state_.data(), state_.size());
+  }
+  kbt_status load_damaged() {
+    Blob blob = state_;
+    blob[in_.raw<std::uint16_t>() % blob.size()] ^= static_cast<unsigned char>(1 + in_.below(255));
+    const kbt_status status = kbt_state_load(head_, blob.data(), blob.size());
+    REQUIRE(status != KBT_OK);
+    return status;
+  }
+
+  kbt_status learned(kbt_status status) {
+    if (status == KBT_OK) {
+      ++tally.learned;
+      REQUIRE(finite(result_.nis) && finite(result_.log_likelihood));
+    }
+    return status;
+  }
+
+  // ---- what goes in, in buffers of exactly its size
+  // ------------------------------------------------------------------
+
+  int allowed_rows() const { return rows_ < 1 || rows_ > cfg_.max_rows ? 1 : rows_; }
+  const T *numbers(int count) {
+    buffers_[next_ %= 16].assign(static_cast<std::size_t>(count), T(0));
+    buffers_[next_].shrink_to_fit();
+    for (T &x : buffers_[next_]) x = in_.number<T>();
+    return buffers_[next_++].data();
+  }
+  const T *targets(int rows) {
+    if (rows < 1) rows = 1;
+    if (cfg_.output == KBT_GAUSSIAN || in_.rarely()) return numbers(rows * n_);
+    T *y = const_cast<T *>(numbers(rows * n_));
+    for (int i = 0; i < rows * n_; ++i) y[i] = T(0);
+    for (int a = 0; a < rows; ++a) y[a * n_ + in_.below(n_)] = T(1);
+    return y;
+  }
+  const std::int32_t *labels(int rows) {
+    labels_.assign(static_cast<std::size_t>(rows < 1 ? 1 : rows), 0);
+    for (std::int32_t &label : labels_) label = in_.rarely() ? in_.raw<std::int32_t>() : in_.below(n_);
+    return labels_.data();
+  }
+  const T *noise() {
+    const int counts[] = {1, n_, n_ * n_};
+    count_ = counts[in_.below(3)];
+    T *R = const_cast<T *>(numbers(count_));
+    if (in_.below(4) != 0) {  // a covariance, made from what came
+      for (int i = 0; i < count_; ++i) R[i] = R[i] < T(0) ? -R[i] : R[i];
+      for (int i = 0; count_ == n_ * n_ && i < count_; ++i) R[i] = i % (n_ + 1) == 0 ? R[i] : T(0);
+    }
+    if (in_.rarely()) count_ = in_.byte() % 2 ? -1 : count_ + 1;
+    if (count_ > static_cast<int>(buffers_[next_ - 1].size()))
+      buffers_[next_ - 1].resize(static_cast<std::size_t>(count_));
+    return buffers_[next_ - 1].data();
+  }
+
+  // ---- what must hold
+  // ------------------------------------------------------------------------------------------------
+
+  template <class U>
+  static bool finite(U x) {
+    return x - x == U(0);
+  }
+  Blob save() const {
+    Blob blob(kbt_state_size(head_));
+    REQUIRE(kbt_state_save(head_, blob.data(), blob.size()) == KBT_OK);
+    return blob;
+  }
+  void check_state() const {
+    for (int i = 0; i < cfg_.layers; ++i) {
+      std::vector<T> mean(static_cast<std::size_t>(cfg_.widths[i + 1] * (cfg_.widths[i] + 1)));
+      REQUIRE(kbt_get_mean(head_, i, mean.data()) == KBT_OK);
+      for (const T x : mean) REQUIRE(finite(x));
+      double smallest = -1.0, largest = -1.0;
+      REQUIRE(kbt_get_factor_range(head_, i, &smallest, &largest) == KBT_OK);
+      REQUIRE(smallest >= 0.0 && finite(largest));
+    }
+    std::vector<T> R(static_cast<std::size_t>(n_ * n_));
+    std::int32_t count = 0;
+    REQUIRE(kbt_get_noise(head_, R.data(), &count) == KBT_OK);
+    for (int i = 0; i < count; ++i) REQUIRE(finite(R[static_cast<std::size_t>(i)]));
+  }
+
+  fuzz::Bytes &in_;
+  const kbt_config cfg_;
+  const int d_, n_;
+  Memory memory_;
+  kbt_head *head_ = nullptr;
+  Blob state_;
+  kbt_result result_{0.0, 0.0};
+  bool changes_ = true;
+  std::int32_t rows_ = 1, count_ = 0;
+  std::vector<T> buffers_[16];
+  std::vector<std::int32_t> labels_;
+  std::size_t next_ = 0;
+};
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t *data, std::size_t size) {
+  fuzz::Bytes in(data, size);
+  const kbt_config cfg = configuration(in);
+  const std::size_t bytes = kbt_arena_bytes(&cfg);
+  const kbt_status status = kbt_config_check(&cfg, nullptr);
+  REQUIRE((status == KBT_OK) == (bytes != 0));
+  if (bytes == 0 || bytes > (std::size_t{1} << 20)) return 0;
+  if (in.rarely()) {  // one byte too few
+    const Memory memory = arena_of(bytes - 1);
+    kbt_head *head = nullptr;
+    REQUIRE(kbt_init(&cfg, memory.get(), bytes - 1, &head) == KBT_E_SIZE && head == nullptr);
+  }
+  if (cfg.dtype == KBT_FLOAT64) {
+    Session<double>(in, cfg).run();
+  } else {
+    Session<float>(in, cfg).run();
+  }
+  return 0;
+}

@@ -1,0 +1,97 @@
+// blob.cpp - bytes from anywhere as a state blob, and as the flash memory that a device starts from.
+//
+// A blob that is accepted must be the blob that its head saves: equal in every byte, and so in meaning. Its head then
+// predicts finite numbers or refuses. A mutator repairs length and checksum most of the time; without it nearly every
+// input would end at the first check.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "fuzz.hpp"
+#include "kbt.h"
+#include "kbt_store.h"
+
+extern "C" std::size_t LLVMFuzzerMutate(std::uint8_t *data, std::size_t size, std::size_t max_size);
+
+namespace {
+
+struct Tally {
+  unsigned long long blobs = 0, sound = 0, accepted = 0;
+  ~Tally() {
+    std::fprintf(stderr, "blob: %llu blobs, %llu with a sound header and checksum, %llu accepted\n", blobs, sound,
+                 accepted);
+  }
+} tally;
+
+constexpr std::size_t kHeader = 24, kLargestArena = std::size_t{1} << 22;
+
+std::uint32_t crc32(const std::uint8_t *bytes, std::size_t count) {  // bit by bit: not the core's own
+  std::uint32_t crc = 0xFFFFFFFFU;
+  for (std::size_t i = 0; i < count; ++i) {
+    crc ^= bytes[i];
+    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ (0xEDB88320U & (0U - (crc & 1U)));
+  }
+  return ~crc;
+}
+
+void little_endian(std::uint8_t *to, std::uint64_t value, int bytes) {
+  for (int i = 0; i < bytes; ++i) to[i] = static_cast<std::uint8_t>(value >> (8 * i));
+}
+
+template <class T>
+void predicts_finite_numbers_or_refuses(kbt_head *head, const kbt_config &cfg) {
+  const std::size_t d = static_cast<std::size_t>(cfg.widths[0]), n = static_cast<std::size_t>(cfg.widths[cfg.layers]);
+  std::vector<T> h(d, T(0.5)), mean(n), cov(n * n), var(n);
+  if (kbt_predict(head, h.data(), 1, mean.data(), cov.data(), var.data()) != KBT_OK) return;
+  for (std::size_t i = 0; i < n; ++i) REQUIRE(mean[i] - mean[i] == T(0) && var[i] - var[i] == T(0) && var[i] >= T(0));
+}
+
+}  // namespace
+
+extern "C" std::size_t LLVMFuzzerCustomMutator(std::uint8_t *data, std::size_t size, std::size_t max_size,
+                                               unsigned seed) {
+  size = LLVMFuzzerMutate(data, size, max_size);
+  if (size < kHeader || seed % 4 == 0) return size;
+  little_endian(data, 0x5354424BU, 4);
+  little_endian(data + 4, 1, 4);
+  little_endian(data + 8, size, 8);
+  little_endian(data + 16, crc32(data + kHeader, size - kHeader), 4);
+  little_endian(data + 20, 0, 4);
+  return size;
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t *data, std::size_t size) {
+  const std::unique_ptr<std::uint8_t[]> blob(new std::uint8_t[size]);  // its own memory, so that a step beyond is seen
+  std::memcpy(blob.get(), data, size);
+  kbt_config cfg;
+  ++tally.blobs;
+  if (size == 0 || kbt_state_config(blob.get(), size, &cfg) != KBT_OK) return 0;
+  ++tally.sound;
+  const std::size_t bytes = kbt_arena_bytes(&cfg);
+  REQUIRE(bytes != 0);
+  if (bytes > kLargestArena) return 0;
+  void *arena = nullptr;
+  REQUIRE(posix_memalign(&arena, KBT_ARENA_ALIGN, bytes) == 0);
+  const std::unique_ptr<void, void (*)(void *)> owner(arena, std::free);
+  kbt_head *head = nullptr;
+  REQUIRE(kbt_init(&cfg, arena, bytes, &head) == KBT_OK);
+  std::vector<std::uint8_t> before(kbt_state_size(head)), after(before.size());
+  REQUIRE(kbt_state_save(head, before.data(), before.size()) == KBT_OK);
+
+  if (kbt_state_load(head, blob.get(), size) != KBT_OK) {
+    REQUIRE(kbt_state_save(head, after.data(), after.size()) == KBT_OK && after == before);
+    return 0;
+  }
+  ++tally.accepted;
+  after.resize(kbt_state_size(head));
+  REQUIRE(kbt_state_save(head, after.data(), after.size()) == KBT_OK);
+  REQUIRE(after.size() == size && std::memcmp(after.data(), blob.get(), size) == 0);
+  if (cfg.dtype == KBT_FLOAT64) {
+    predicts_finite_numbers_or_refuses<double>(head, cfg);
+  } else {
+    predicts_finite_numbers_or_refuses<float>(head, cfg);
+  }
+  return 0;
+}
