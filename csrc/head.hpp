@@ -354,6 +354,8 @@ class Head : public kbt_head {
     for (Index i = 0; i <= last; ++i) {
       if (!steps_in_range(i, rows, rank)) return KBT_E_RANGE;
     }
+    const bool adapts = cfg.noise == KBT_NOISE_ADAPTIVE && noise == nullptr;
+    if (adapts && !adapt_noise(top, call_noise_)) return KBT_E_RANGE;
     if (result != nullptr) *result = {static_cast<double>(nis), static_cast<double>(measurement_.log_likelihood)};
     if (cfg.gate > 0.0 && static_cast<double>(nis) > cfg.gate) {
       predicted_rows = 0;
@@ -369,7 +371,7 @@ class Head : public kbt_head {
       floored += layers_[i].update(adjoint(i, rows, rank), fuse(), known_noise, work_);
       layers_[i].w.forget(static_cast<T>(cfg.forgetting));
     }
-    if (cfg.noise == KBT_NOISE_ADAPTIVE && noise == nullptr) adapt_noise(top);
+    for (Index i = 0; adapts && i < outputs(); ++i) noise_[i] = call_noise_[i];
     counters.floored += static_cast<std::uint64_t>(floored);
     ++samples;
     return KBT_OK;
@@ -445,13 +447,16 @@ class Head : public kbt_head {
     return quadratic(adj.data, spread_[i], rows * adj.stride) < kLargest;  // column 0 is r
   }
 
-  // R_i += (r_i - R_i) / min(n0 + samples, window), floored.
-  void adapt_noise(const Adjoint<T> &top) {
+  // R_i += (r_i - R_i) / min(n0 + samples, window), floored. False if that would leave the range of T.
+  bool adapt_noise(const Adjoint<T> &top, T *to) const {
     const std::uint64_t age = samples + kAdaptStart;
     const T weight = T(1) / T(age < kAdaptWindow ? static_cast<int>(age) : kAdaptWindow);
     for (Index i = 0; i < outputs(); ++i) {
-      noise_[i] = floored_noise(noise_[i] + (measurement_.expected_noise(top, i, noise_[i]) - noise_[i]) * weight);
+      const T R = noise_[i] + (measurement_.expected_noise(top, i, noise_[i]) - noise_[i]) * weight;
+      if (!(R < kLargest)) return false;
+      to[i] = floored_noise(R);
     }
+    return true;
   }
 
   static T uniform(std::uint64_t &state) {  // SplitMix64, mapped to (-1, 1)
