@@ -49,6 +49,8 @@ FLAGS: Final = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-
 # Our signature and the generator's must agree, and a thread's stack is 8 MiB at best.
 MAX_FRAME: Final = 2**20
 CHECKS: Final = ("-Werror=incompatible-pointer-types", f"-Wframe-larger-than={MAX_FRAME}")
+MAX_FILE: Final = 2**24
+MAX_NODES: Final = 5000
 COMPILE_SECONDS: Final = 600
 # One function per node, not one for the whole network: about as fast to run, and gcc takes 1.4 s instead of 22 s for an
 # encoder-decoder.
@@ -161,6 +163,15 @@ def default_cache_dir() -> Path:
 # From ONNX to C.
 
 
+def _check_size(data: bytes, model: OnnxModel) -> None:
+    """The compiler's memory and time are a large multiple of these."""
+    nodes = sum(model.operators.values())
+    if len(data) > MAX_FILE or nodes > MAX_NODES:
+        raise BackendError(
+            f"a compiled trunk may have {MAX_FILE} bytes and {MAX_NODES} nodes, this one has {len(data)} and {nodes}"
+        )
+
+
 def _check_operators(model: OnnxModel) -> None:
     unknown = sorted(set(model.operators) - OPERATORS)
     if unknown or model.functions:
@@ -182,6 +193,7 @@ def _check_operators(model: OnnxModel) -> None:
 
 def generate_c(data: bytes, model: OnnxModel, name: str = "trunk") -> str:
     """C source with the function ``void name(inputs…, output)``; no heap, and no text from the file."""
+    _check_size(data, model)
     _check_operators(model)
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise BackendError(f"name: expected a C identifier, got {name!r}")
