@@ -49,6 +49,7 @@ FLAGS: Final = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-
 # Our signature and the generator's must agree, and a thread's stack is 8 MiB at best.
 MAX_FRAME: Final = 2**20
 CHECKS: Final = ("-Werror=incompatible-pointer-types", f"-Wframe-larger-than={MAX_FRAME}")
+MAX_GROWTH: Final = 2**26  # bytes of all values between nodes, beside those that come from a large file
 MAX_FILE: Final = 2**24
 MAX_NODES: Final = 5000
 COMPILE_SECONDS: Final = 600
@@ -205,12 +206,26 @@ def generate_c(data: bytes, model: OnnxModel, name: str = "trunk") -> str:
         # Thresholds of 0: temporaries on the stack, weights in the source, never on the heap or in a file beside it.
         options = compiler.CompilerOptions(model_name=name, large_temp_threshold_bytes=0, large_weight_threshold=0)
         try:
-            source = str(compiler.Compiler(options).compile(_anonymous(onnx, onnx.load_model_from_string(data))))
+            anonymous = _anonymous(onnx, onnx.load_model_from_string(data))
+            _check_growth(onnx.shape_inference.infer_shapes(anonymous), len(data))
+            source = str(compiler.Compiler(options).compile(anonymous))
         except BackendError:
             raise
         except Exception as error:  # of many types: the generator meets whatever the file holds
             raise BackendError(f"{GENERATOR} cannot translate this trunk: {type(error).__name__}: {error}") from error
     return _limit_gathers(source)
+
+
+def _check_growth(inferred: Any, size: int) -> None:
+    """Twenty doublings make a gigabyte of a few bytes, and the generator would compute it if it is constant."""
+    total = 0
+    for value in inferred.graph.value_info:
+        each = 4 * math.prod(dimension.dim_value for dimension in value.type.tensor_type.shape.dim)
+        total += each
+        if each > max(MAX_FRAME, size) or total > MAX_GROWTH + 16 * size:
+            raise BackendError(
+                f"a compiled trunk may use {MAX_FRAME} bytes of stack, its values between nodes need more: too large"
+            )
 
 
 def _anonymous(onnx: Any, model: Any) -> Any:

@@ -27,13 +27,26 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _sync(target.parent)
     except OSError as error:
         raise BundleError(f"{target}: cannot be written: {error.strerror or error}") from error
+
+
+def make_folder(folder: Path) -> None:
+    """``folder`` and those above it. A new one is lost in a power cut unless the one above it was synced."""
+    missing = [folder, *folder.parents]
+    missing = missing[: next((i for i, path in enumerate(missing) if path.is_dir()), len(missing))]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:

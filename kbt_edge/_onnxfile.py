@@ -41,7 +41,7 @@ __all__ = [
 MAX_BYTES: Final = 2**28
 MAX_DEPTH: Final = 8  # graphs within graphs
 MAX_PARTS: Final = 100_000  # of one kind in one message, e.g. the nodes of a graph; also of nodes in all
-MAX_FIELDS: Final = 400_000  # of the whole file
+MAX_FIELDS: Final = 200_000  # of the whole file
 MAX_RANK: Final = 64
 MAX_NAME: Final = 4096
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from kbt_edge import _core
-from kbt_edge._files import read_bounded, write_atomic
+from kbt_edge._files import make_folder, read_bounded, write_atomic
 from kbt_edge._onnxfile import MAX_BYTES as MAX_TRUNK_BYTES
 from kbt_edge.errors import BundleError
 from kbt_edge.head import memory_limit
@@ -137,7 +137,7 @@ def write(folder: str | os.PathLike[str], bundle: Bundle) -> None:
     text = json.dumps(described, indent=2, ensure_ascii=False) + "\n"
     _checked(_parse(text.encode(), folder / JSON), folder / JSON)  # what is written can be read
     with _named(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with _saving(folder):
             new = not (folder / JSON).exists()
             if not new:

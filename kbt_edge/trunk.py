@@ -83,9 +83,7 @@ class Trunk:
         data = file if isinstance(file, bytes) else read_bounded(file, MAX_BYTES)
         model = read_onnx(data)
         if "Loop" in model.operators:
-            raise BundleError(
-                "trunk: expected a network whose steps are known, got a Loop, which data can keep running"
-            )
+            raise BundleError("trunk: expected a network whose steps are known, got a Loop, which data may keep going")
         self._sha256 = hashlib.sha256(data).hexdigest()
         self._operators = model.operators
         self._inputs = _inputs(model)
