@@ -226,14 +226,14 @@ def growing(times: int) -> bytes:
 
 def test_a_trunk_that_grows_without_end_is_stopped_at_the_limit() -> None:
     pytest.importorskip("onnxruntime", reason="its arena is what is limited")
-    with pytest.raises(kbt.trunk.BackendError, match=r"onnxruntime failed to run the trunk.*memory"):
+    with pytest.raises(trunks.BackendError, match=r"onnxruntime failed to run the trunk.*memory"):
         kbt.Trunk(growing(20), backend="onnxruntime")  # 8 GB in all
     assert np.isfinite(kbt.Trunk(growing(3), backend="onnxruntime")(np.ones(4))).all()
 
 
 def test_a_trunk_that_grows_without_end_is_not_compiled(tmp_path: Path) -> None:
     pytest.importorskip("emx_onnx_cgen", reason="the generator is not installed")
-    with pytest.raises(kbt.trunk.BackendError, match="too large"):
+    with pytest.raises(trunks.BackendError, match="too large"):
         kbt.Trunk(growing(20), backend="compiled", cache_dir=tmp_path)
 
 
@@ -254,7 +254,7 @@ def test_a_trunk_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_huge_trunk_is_not_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes = [node("Neg", ["x" if i == 0 else f"a{i - 1}"], f"a{i}") for i in range(5000)]
-    with pytest.raises(kbt.trunk.BackendError, match=r"5000 nodes, this one has .* and 5001"):
+    with pytest.raises(trunks.BackendError, match=r"5000 nodes, this one has .* and 5001"):
         kbt.Trunk(onnx_file(*nodes, node("MatMul", ["a4999", "w"], "h")), backend="compiled", cache_dir=tmp_path)
 
 
