@@ -430,6 +430,27 @@ def test_a_thousand_states_with_a_valid_checksum_and_a_wrong_meaning_are_refused
     assert accepted == []
 
 
+@pytest.mark.parametrize("name", ["neuron", "full", "diagonal", "matrix"])
+def test_a_state_whose_factors_are_finite_and_whose_covariance_is_not_is_refused(name: str) -> None:
+    """Found by fuzzing: an update at h = 0, whose prediction is finite, then wrote infinite means."""
+    head = learned(**HEADS[name])
+    blob, config = head.to_bytes(), head.config
+    real, largest = ("<d", 1e308) if config["dtype"] == "float64" else ("<f", 3e38)
+    size = struct.calcsize(real)
+    n, m = config["widths"][1], config["widths"][0] + 1
+    order = n * m if config["covariance"] == "full" else m
+    variances = NOISE + size * (head.noise_var.size + n * m)
+    places = {"the last D": variances + size * (order - 1)}
+    if config["covariance"] != "diagonal":
+        places["the first U"] = variances + size * order
+    for what, place in places.items():
+        wrong = bytearray(blob)
+        struct.pack_into(real, wrong, place, largest)
+        with pytest.raises(BundleError, match="values that no head can have"):
+            head.restore(sealed(wrong))
+        assert head.to_bytes() == blob, what
+
+
 def test_a_state_that_asks_for_more_memory_than_it_may_is_refused_before_it_gets_any() -> None:
     head = kbt.Head(np.ones((2, 3)))
     blob = bytearray(head.to_bytes())
