@@ -50,7 +50,7 @@ typedef enum kbt_status {
   KBT_E_BLOB_VERSION = 15, /* state blob: written by a newer format */
   KBT_E_BLOB_CRC = 16,     /* state blob: damaged */
   KBT_E_BLOB_CONFIG = 17,  /* state blob: of another configuration */
-  KBT_E_BLOB_VALUE = 18    /* state blob: intact, but holds a non-finite mean or a negative variance */
+  KBT_E_BLOB_VALUE = 18    /* state blob: intact, but holds a non-finite mean or covariance or a negative variance */
 } kbt_status;
 
 enum { KBT_FLOAT32 = 0, KBT_FLOAT64 = 1 };                                          /* dtype */

@@ -95,6 +95,9 @@ class Reader {
   }
   bool complete() const { return !short_ && used_ == count_; }
   bool truncated() const { return short_; }
+  std::size_t used() const { return used_; }
+  // The same bytes once more, from `offset` on.
+  Reader again(std::size_t offset) const { return {bytes_ + offset, count_ - offset}; }
 
  private:
   const unsigned char *bytes_;
@@ -258,11 +261,31 @@ kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size
       in.real(x);
       valid = valid && is_finite(x) && x >= lowest;
       if (commit) to = x;
+      return x;
     };
     constexpr T kAny = std::numeric_limits<T>::lowest();
     for (Index i = 0; i < head.layers(); ++i) {
+      // Factors can be finite and their product U D U' not: then an update would write infinite means. With every term
+      // of a variance below `most`, the variances are finite, and so are the covariances.
+      const auto &w = head.weights(i);
+      const T most = std::numeric_limits<T>::max() / T(w.M());
+      std::size_t first = 0;                 // where D of this matrix begins
+      Index seen = w.M(), row = 0, col = 1;  // how much of D went by; the next place in U
       visit_layer(
-          head.weights(i), [&](T &x) { take(x, kAny); }, [&](T &x) { take(x, T(0)); }, [&](T &x) { take(x, kAny); });
+          w, [&](T &x) { take(x, kAny); },
+          [&](T &x) {
+            if (seen == w.M()) first = in.used(), seen = 0, row = 0, col = 1;
+            ++seen;
+            const T D = take(x, T(0));
+            valid = valid && D <= most;
+          },
+          [&](T &x) {
+            const T u = take(x, kAny);
+            T D = T(0);
+            if (!in.truncated()) in.again(first + static_cast<std::size_t>(col) * sizeof(T)).real(D);
+            valid = valid && u * D * u <= most;
+            if (++row == col) row = 0, ++col;
+          });
     }
     if (!in.complete() || !valid) return KBT_E_BLOB_VALUE;
     if (commit) {

@@ -49,6 +49,9 @@ FLAGS: Final = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-
 # Our signature and the generator's must agree, and a thread's stack is 8 MiB at best.
 MAX_FRAME: Final = 2**20
 CHECKS: Final = ("-Werror=incompatible-pointer-types", f"-Wframe-larger-than={MAX_FRAME}")
+MAX_GROWTH: Final = 2**26  # bytes of all values between nodes, beside those that come from a large file
+MAX_FILE: Final = 2**24
+MAX_NODES: Final = 5000
 COMPILE_SECONDS: Final = 600
 # One function per node, not one for the whole network: about as fast to run, and gcc takes 1.4 s instead of 22 s for an
 # encoder-decoder.
@@ -161,6 +164,15 @@ def default_cache_dir() -> Path:
 # From ONNX to C.
 
 
+def _check_size(data: bytes, model: OnnxModel) -> None:
+    """The compiler's memory and time are a large multiple of these."""
+    nodes = sum(model.operators.values())
+    if len(data) > MAX_FILE or nodes > MAX_NODES:
+        raise BackendError(
+            f"a compiled trunk may have {MAX_FILE} bytes and {MAX_NODES} nodes, this one has {len(data)} and {nodes}"
+        )
+
+
 def _check_operators(model: OnnxModel) -> None:
     unknown = sorted(set(model.operators) - OPERATORS)
     if unknown or model.functions:
@@ -182,6 +194,7 @@ def _check_operators(model: OnnxModel) -> None:
 
 def generate_c(data: bytes, model: OnnxModel, name: str = "trunk") -> str:
     """C source with the function ``void name(inputs…, output)``; no heap, and no text from the file."""
+    _check_size(data, model)
     _check_operators(model)
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise BackendError(f"name: expected a C identifier, got {name!r}")
@@ -193,12 +206,26 @@ def generate_c(data: bytes, model: OnnxModel, name: str = "trunk") -> str:
         # Thresholds of 0: temporaries on the stack, weights in the source, never on the heap or in a file beside it.
         options = compiler.CompilerOptions(model_name=name, large_temp_threshold_bytes=0, large_weight_threshold=0)
         try:
-            source = str(compiler.Compiler(options).compile(_anonymous(onnx, onnx.load_model_from_string(data))))
+            anonymous = _anonymous(onnx, onnx.load_model_from_string(data))
+            _check_growth(onnx.shape_inference.infer_shapes(anonymous), len(data))
+            source = str(compiler.Compiler(options).compile(anonymous))
         except BackendError:
             raise
         except Exception as error:  # of many types: the generator meets whatever the file holds
             raise BackendError(f"{GENERATOR} cannot translate this trunk: {type(error).__name__}: {error}") from error
     return _limit_gathers(source)
+
+
+def _check_growth(inferred: Any, size: int) -> None:
+    """Twenty doublings make a gigabyte of a few bytes, and the generator would compute it if it is constant."""
+    total = 0
+    for value in inferred.graph.value_info:
+        each = 4 * math.prod(dimension.dim_value for dimension in value.type.tensor_type.shape.dim)
+        total += each
+        if each > max(MAX_FRAME, size) or total > MAX_GROWTH + 16 * size:
+            raise BackendError(
+                f"a compiled trunk may use {MAX_FRAME} bytes of stack, its values between nodes need more: too large"
+            )
 
 
 def _anonymous(onnx: Any, model: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -26,24 +27,50 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _sync(target.parent)
     except OSError as error:
         raise BundleError(f"{target}: cannot be written: {error.strerror or error}") from error
 
 
-def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:
-    """The bytes of a file that must not be longer than ``limit``; no more than that is ever read."""
+def make_folder(folder: Path) -> None:
+    """``folder`` and those above it. A new one is lost in a power cut unless the one above it was synced."""
+    missing = [folder, *folder.parents]
+    missing = missing[: next((i for i, path in enumerate(missing) if path.is_dir()), len(missing))]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        with open(path, "rb") as file:
-            data = file.read(limit + 1)
-    except OSError as error:
-        raise BundleError(f"{os.fspath(path)}: cannot be read: {error.strerror or error}") from error
-    if len(data) > limit:
-        raise BundleError(f"{os.fspath(path)}: expected at most {limit} bytes, the file is longer")
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:
+    """The bytes of a regular file that must not be longer than ``limit``; memory is asked for only as it is needed.
+
+    What a stranger may have put there instead is neither waited for (a FIFO) nor read without end (a device). The last
+    component may be a link; whoever must not follow it resolves the path first.
+    """
+    name = os.fspath(path)
+    try:
+        handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        with open(handle, "rb") as file:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode):
+                raise BundleError(f"{name}: expected a regular file, got something else")
+            if found.st_size > limit:
+                raise BundleError(f"{name}: expected at most {limit} bytes, the file has {found.st_size}")
+            data = file.read(found.st_size + 1)
+    except BundleError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise BundleError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if len(data) != found.st_size:  # it is being written, or lies in a file system that does not know its sizes
+        raise BundleError(f"{name}: expected {found.st_size} bytes, as its size says, got another number")
     return data
 
 

@@ -6,8 +6,9 @@ above all whether any tensor, however deep, points to a file outside (external d
 
 It is stricter than a protobuf parser where two readers could disagree about the same bytes: a known field of the wrong
 wire type, and a repeated field that may occur once, are errors. Every length is checked against the bytes that are
-really there before it is used, tensors stay views into the file, and nesting is limited, so the cost of a hostile
-file is bounded by its size. The only error raised is ``BundleError``.
+really there before it is used, tensors stay views into the file and have the values their shape asks for, nesting and
+the number of fields are limited, so the cost of a hostile file is bounded by its size. Graphs must be sound (every name
+made once and before its use) and functions must end. The only error raised is ``BundleError``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
+
+import numpy as np
 
 from kbt_edge.errors import BundleError
 
@@ -37,9 +40,15 @@ __all__ = [
 # Far above any trunk that runs on a board, and low enough to bound what a hostile file can make the reader hold.
 MAX_BYTES: Final = 2**28
 MAX_DEPTH: Final = 8  # graphs within graphs
-MAX_PARTS: Final = 100_000  # of one kind in one message, e.g. the nodes of a graph
+MAX_PARTS: Final = 100_000  # of one kind in one message, e.g. the nodes of a graph; also of nodes in all
+MAX_FIELDS: Final = 200_000  # of the whole file
 MAX_RANK: Final = 64
 MAX_NAME: Final = 4096
+
+# What makes onnxruntime read bytes as its own format, which nobody has looked at here.
+ORT_FORMAT: Final = b"ORTM"
+# Whose operators may occur beside the functions of the file itself.
+DOMAINS: Final = frozenset({"", "ai.onnx.ml", "com.microsoft"})
 
 # TensorProto.DataType: number -> (name, bytes per element), for the types stored as whole bytes.
 ELEMENT_TYPES: Final[Mapping[int, tuple[str, int]]] = {
@@ -56,6 +65,10 @@ ELEMENT_TYPES: Final[Mapping[int, tuple[str, int]]] = {
     12: ("uint32", 4),
     13: ("uint64", 8),
     16: ("bfloat16", 2),
+    17: ("float8e4m3fn", 1),
+    18: ("float8e4m3fnuz", 1),
+    19: ("float8e5m2", 1),
+    20: ("float8e5m2fnuz", 1),
 }
 
 
@@ -92,23 +105,29 @@ class Graph:
     inputs: tuple[Value, ...]  # without those that an initialiser provides
     outputs: tuple[Value, ...]
     initialisers: Mapping[str, Tensor]
+    names: tuple[str, ...]  # of all inputs
+
+
+@dataclass(frozen=True)
+class Function:
+    """An operator that the file defines itself."""
+
+    operator: str
+    inputs: tuple[str, ...]
+    nodes: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class OnnxModel:
     opset: int  # of the default domain
     graph: Graph
-    functions: tuple[tuple[Node, ...], ...]
+    functions: tuple[Function, ...]
 
     @property
     def operators(self) -> dict[str, int]:
         """Operator → how often it occurs, at any depth, sorted by name."""
-        count: Counter[str] = Counter()
-        pending = [*self.graph.nodes, *(node for function in self.functions for node in function)]
-        while pending:
-            node = pending.pop()
-            count[node.operator] += 1
-            pending.extend(inner for graph in node.graphs for inner in graph.nodes)
+        bodies = (self.graph.nodes, *(function.nodes for function in self.functions))
+        count = Counter(node.operator for body in bodies for node in _all_nodes(body))
         return dict(sorted(count.items()))
 
 
@@ -116,20 +135,12 @@ def read_onnx(data: bytes) -> OnnxModel:
     """Read ``data``, the content of an ONNX file; refuse external data and anything malformed with a BundleError."""
     if len(data) > MAX_BYTES:
         raise BundleError(f"ONNX file: expected at most {MAX_BYTES} bytes, got {len(data)}")
-    model = _Message(memoryview(data), "model", {7: "one", 8: "many", 20: "many", 25: "many"})
-    body = model.one(7)
-    if body is None:
-        raise BundleError("ONNX file: it holds no graph; it is empty, cut off, or not an ONNX file")
-    for training in model.many(20):
-        parts = _Message(training, "training_info", {1: "one", 2: "one"})
-        for part in (parts.one(1), parts.one(2)):
-            if part is not None:
-                _graph(part, 1)
-    return OnnxModel(
-        opset=_opset(model.many(8)),
-        graph=_graph(body, 0),
-        functions=tuple(_function(function) for function in model.many(25)),
-    )
+    if data[4:8] == ORT_FORMAT:
+        raise BundleError("ONNX file: expected protobuf, got bytes that onnxruntime would take for its own format")
+    model = _Reader().model(memoryview(data))
+    _check_graph(model.graph, ())
+    _check_functions(model)
+    return model
 
 
 def token_limits(graph: Graph) -> dict[str, int]:
@@ -163,133 +174,274 @@ _REARRANGE = frozenset(
 )
 
 
+# Whether the parts of a model fit together. A runtime would say so too, but only after it was handed the file.
+
+
+def _check_graph(graph: Graph, outside: tuple[set[str], ...]) -> None:
+    """Every name is made once and before it is used, so there is no cycle. ``outside``: names of enclosing graphs."""
+    own = {*graph.initialisers, *graph.names}
+    if len(set(graph.names)) != len(graph.names):
+        raise BundleError("ONNX file: two inputs of a graph have the same name")
+    _check_nodes(graph.nodes, own, outside)
+    for value in graph.outputs:
+        if not any(value.name in scope for scope in (own, *outside)):
+            raise BundleError(f"ONNX file: the output {value.name!r} of a graph is made by none of its nodes")
+
+
+def _check_nodes(nodes: tuple[Node, ...], own: set[str], outside: tuple[set[str], ...] = ()) -> None:
+    scopes = (own, *outside)
+    for node in nodes:
+        for name in filter(None, node.inputs):
+            if not any(name in scope for scope in scopes):
+                raise BundleError(f"ONNX file: {node.operator} reads {name!r}, which is made nowhere before it")
+        for graph in node.graphs:
+            _check_graph(graph, scopes)
+        for name in filter(None, node.outputs):
+            if name in own:
+                raise BundleError(f"ONNX file: two things in one graph are named {name!r}")
+            own.add(name)
+
+
+def _check_functions(model: OnnxModel) -> None:
+    """Operators of known domains, and functions that end: a runtime puts their nodes in the place of every call."""
+    sizes: dict[str, int | None] = {}
+    for function in model.functions:
+        if function.operator in sizes:
+            raise BundleError(f"ONNX file: two functions are named {function.operator!r}")
+        sizes[function.operator] = None
+        _check_nodes(function.nodes, set(function.inputs))
+    for operator in model.operators:
+        domain, _, name = operator.rpartition(".")
+        if operator not in sizes and domain not in DOMAINS:
+            raise BundleError(f"ONNX file: expected operators of ONNX or onnxruntime, got {operator!r}")
+        if name == "EPContext":
+            raise BundleError("ONNX file: an EPContext keeps its network in another file; a trunk must be one file")
+
+    def size(nodes: tuple[Node, ...]) -> int | None:
+        """Nodes after all calls; None while it is not known for a function called there."""
+        total = 0
+        for node in _all_nodes(nodes):
+            more = sizes.get(node.operator, 1)
+            if more is None:
+                return None
+            total = min(total + more, MAX_PARTS + 1)
+        return total
+
+    for _ in range(MAX_DEPTH + 1):
+        for function in model.functions:
+            if sizes[function.operator] is None:
+                sizes[function.operator] = size(function.nodes)
+    total = None if None in sizes.values() else size(model.graph.nodes)
+    if total is None:
+        raise BundleError(
+            f"ONNX file: expected functions that call others at most {MAX_DEPTH} deep, got more or a circle"
+        )
+    if total > MAX_PARTS:
+        raise BundleError(f"ONNX file: expected at most {MAX_PARTS} nodes, its functions unfold to more")
+
+
+def _all_nodes(nodes: tuple[Node, ...]) -> Iterator[Node]:
+    """They and those of the graphs within them."""
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        yield node
+        pending.extend(inner for graph in node.graphs for inner in graph.nodes)
+
+
 # The parts of a model, each named after its message in onnx.proto, with the field numbers from there.
 
 
-def _opset(imports: list[memoryview]) -> int:
-    opset = 0
-    for entry in imports:
-        fields = _Message(entry, "opset_import", {1: "one", 2: "int"})
-        if fields.text(1) in ("", "ai.onnx"):
-            opset = max(opset, fields.integer(2))
-    if opset < 1:
-        raise BundleError("ONNX file: it imports no version of the standard operators")
-    return opset
+class _Reader:
+    """Reads one file. It counts the fields it meets: each costs some hundred bytes here and two in the file."""
 
+    def __init__(self) -> None:
+        self._left = MAX_FIELDS
 
-def _graph(data: memoryview, depth: int) -> Graph:
-    if depth > MAX_DEPTH:
-        raise BundleError(f"ONNX file: expected graphs nested at most {MAX_DEPTH} deep, got more")
-    fields = _Message(data, "graph", {1: "many", 5: "many", 11: "many", 12: "many", 15: "many"})
-    initialisers: dict[str, Tensor] = {}
-    for tensor in (_tensor(entry) for entry in fields.many(5)):
-        if tensor.name in initialisers:
-            raise BundleError(f"ONNX file: two initialisers are named {tensor.name!r}")
-        initialisers[tensor.name] = tensor
-    for entry in fields.many(15):
-        _sparse_tensor(entry)
-    return Graph(
-        nodes=tuple(_node(entry, depth) for entry in fields.many(1)),
-        inputs=tuple(value for value in map(_value, fields.many(11)) if value.name not in initialisers),
-        outputs=tuple(map(_value, fields.many(12))),
-        initialisers=initialisers,
-    )
+    def _message(self, data: memoryview | None, name: str, kinds: Mapping[int, str]) -> _Message:
+        message = _Message(data if data is not None else _NOTHING, name, kinds, self._left)
+        self._left -= message.count
+        return message
 
-
-def _function(data: memoryview) -> tuple[Node, ...]:
-    fields = _Message(data, "function", {7: "many", 11: "many"})
-    for entry in fields.many(11):
-        _attribute(entry, 0)
-    return tuple(_node(entry, 0) for entry in fields.many(7))
-
-
-def _node(data: memoryview, depth: int) -> Node:
-    fields = _Message(data, "node", {1: "many", 2: "many", 4: "one", 5: "many", 7: "one"})
-    integers: dict[str, int] = {}
-    graphs: list[Graph] = []
-    for entry in fields.many(5):
-        name, integer, inner = _attribute(entry, depth)
-        if integer is not None:
-            integers[name] = integer
-        graphs.extend(inner)
-    operator, domain = fields.text(4), fields.text(7)
-    return Node(
-        operator=operator if domain in ("", "ai.onnx") else f"{domain}.{operator}",
-        inputs=tuple(_text(entry, "node") for entry in fields.many(1)),
-        outputs=tuple(_text(entry, "node") for entry in fields.many(2)),
-        integers=integers,
-        graphs=tuple(graphs),
-    )
-
-
-def _attribute(data: memoryview, depth: int) -> tuple[str, int | None, list[Graph]]:
-    kinds = {1: "one", 3: "int", 5: "one", 6: "one", 10: "many", 11: "many", 22: "one", 23: "many"}
-    fields = _Message(data, "attribute", kinds)
-    for entry in [*fields.many(5), *fields.many(10)]:
-        _tensor(entry)
-    for entry in [*fields.many(22), *fields.many(23)]:
-        _sparse_tensor(entry)
-    graphs = [_graph(entry, depth + 1) for entry in [*fields.many(6), *fields.many(11)]]
-    return fields.text(1), fields.integer(3) if fields.has(3) else None, graphs
-
-
-def _tensor(data: memoryview) -> Tensor:
-    fields = _Message(data, "tensor", {1: "ints", 2: "int", 8: "one", 9: "one", 13: "many", 14: "int"})
-    name = fields.text(8)
-    if fields.many(13) or fields.integer(14) != 0:
-        raise BundleError(
-            f"ONNX file: tensor {name!r} keeps its values in another file; a trunk must be one self-contained file"
+    def model(self, data: memoryview) -> OnnxModel:
+        model = self._message(data, "model", {7: "one", 8: "many", 20: "many", 25: "many"})
+        body = model.one(7)
+        if body is None:
+            raise BundleError("ONNX file: it holds no graph; it is empty, cut off, or not an ONNX file")
+        for training in model.many(20):
+            parts = self._message(training, "training_info", {1: "one", 2: "one"})
+            for part in (parts.one(1), parts.one(2)):
+                if part is not None:
+                    self._graph(part, 1)
+        return OnnxModel(
+            opset=self._opset(model.many(8)),
+            graph=self._graph(body, 0),
+            functions=tuple(self._function(function) for function in model.many(25)),
         )
-    shape = tuple(fields.integers(1))
-    if any(length < 0 for length in shape):
-        raise BundleError(f"ONNX file: tensor {name!r} has a negative dimension: {shape}")
-    element_type = fields.integer(2)
-    raw = fields.one(9)
-    if raw is not None and element_type in ELEMENT_TYPES:
-        expected = math.prod(shape) * ELEMENT_TYPES[element_type][1]
-        if len(raw) != expected:
-            raise BundleError(f"ONNX file: tensor {name!r} of shape {shape} needs {expected} bytes, it has {len(raw)}")
-    return Tensor(name, element_type, shape)
+
+    def _opset(self, imports: list[memoryview]) -> int:
+        opset = 0
+        for entry in imports:
+            fields = self._message(entry, "opset_import", {1: "one", 2: "int"})
+            if fields.text(1) in ("", "ai.onnx"):
+                opset = max(opset, fields.integer(2))
+        if opset < 1:
+            raise BundleError("ONNX file: it imports no version of the standard operators")
+        return opset
+
+    def _graph(self, data: memoryview, depth: int) -> Graph:
+        if depth > MAX_DEPTH:
+            raise BundleError(f"ONNX file: expected graphs nested at most {MAX_DEPTH} deep, got more")
+        fields = self._message(data, "graph", {1: "many", 5: "many", 11: "many", 12: "many", 15: "many"})
+        initialisers: dict[str, Tensor] = {}
+        for tensor in (self._tensor(entry) for entry in fields.many(5)):
+            if tensor.name in initialisers:
+                raise BundleError(f"ONNX file: two initialisers are named {tensor.name!r}")
+            initialisers[tensor.name] = tensor
+        for entry in fields.many(15):
+            self._sparse_tensor(entry)
+        inputs = tuple(map(self._value, fields.many(11)))
+        return Graph(
+            nodes=tuple(self._node(entry, depth) for entry in fields.many(1)),
+            inputs=tuple(value for value in inputs if value.name not in initialisers),
+            outputs=tuple(map(self._value, fields.many(12))),
+            initialisers=initialisers,
+            names=tuple(value.name for value in inputs),
+        )
+
+    def _function(self, data: memoryview) -> Function:
+        fields = self._message(data, "function", {1: "one", 4: "many", 7: "many", 10: "one", 11: "many"})
+        for entry in fields.many(11):
+            self._attribute(entry, 0)
+        return Function(
+            operator=_operator(fields.text(1), fields.text(10)),
+            inputs=tuple(_text(entry, "function") for entry in fields.many(4)),
+            nodes=tuple(self._node(entry, 0) for entry in fields.many(7)),
+        )
+
+    def _node(self, data: memoryview, depth: int) -> Node:
+        fields = self._message(data, "node", {1: "many", 2: "many", 4: "one", 5: "many", 7: "one"})
+        integers: dict[str, int] = {}
+        graphs: list[Graph] = []
+        for entry in fields.many(5):
+            name, integer, inner = self._attribute(entry, depth)
+            if integer is not None:
+                integers[name] = integer
+            graphs.extend(inner)
+        return Node(
+            operator=_operator(fields.text(4), fields.text(7)),
+            inputs=tuple(_text(entry, "node") for entry in fields.many(1)),
+            outputs=tuple(_text(entry, "node") for entry in fields.many(2)),
+            integers=integers,
+            graphs=tuple(graphs),
+        )
+
+    def _attribute(self, data: memoryview, depth: int) -> tuple[str, int | None, list[Graph]]:
+        kinds = {1: "one", 3: "int", 5: "one", 6: "one", 10: "many", 11: "many", 22: "one", 23: "many"}
+        fields = self._message(data, "attribute", kinds)
+        for entry in [*fields.many(5), *fields.many(10)]:
+            self._tensor(entry)
+        for entry in [*fields.many(22), *fields.many(23)]:
+            self._sparse_tensor(entry)
+        graphs = [self._graph(entry, depth + 1) for entry in [*fields.many(6), *fields.many(11)]]
+        return fields.text(1), fields.integer(3) if fields.has(3) else None, graphs
+
+    def _tensor(self, data: memoryview) -> Tensor:
+        kinds = {1: "ints", 2: "int", 3: "one", 8: "one", 9: "one", 13: "many", 14: "int"}
+        fields = self._message(data, "tensor", {**kinds, **dict.fromkeys(_VALUES, "values")})
+        name = fields.text(8)
+        if fields.many(13) or fields.integer(14) != 0:
+            raise BundleError(
+                f"ONNX file: tensor {name!r} keeps its values in another file; a trunk must be one self-contained file"
+            )
+        shape = tuple(fields.integers(1))
+        if any(length < 0 for length in shape):
+            raise BundleError(f"ONNX file: tensor {name!r} has a negative dimension: {shape}")
+        element_type = fields.integer(2)
+        _check_values(fields, name, element_type, shape)
+        return Tensor(name, element_type, shape)
+
+    def _sparse_tensor(self, data: memoryview) -> None:
+        fields = self._message(data, "sparse_tensor", {1: "one", 2: "one"})
+        for part in (fields.one(1), fields.one(2)):
+            if part is not None:
+                self._tensor(part)
+        # Made dense by a runtime, a few bytes of it can fill any memory.
+        raise BundleError("ONNX file: expected dense tensors, got a sparse one; export the trunk without")
+
+    def _value(self, data: memoryview) -> Value:
+        fields = self._message(data, "value_info", {1: "one", 2: "one"})
+        name = fields.text(1)
+        kind = self._message(fields.one(2), "type", {1: "one"}).one(1)
+        if kind is None:
+            return Value(name, 0, None)  # a sequence, map or optional: a valid graph, never a valid trunk
+        tensor = self._message(kind, "tensor_type", {1: "int", 2: "one"})
+        if not tensor.has(2):
+            return Value(name, tensor.integer(1), None)
+        shape: list[int | str | None] = []
+        for entry in self._message(tensor.one(2), "shape", {1: "many"}).many(1):
+            dimension = self._message(entry, "dimension", {1: "int", 2: "one"})
+            shape.append(dimension.integer(1) if dimension.has(1) else dimension.text(2) or None)
+        return Value(name, tensor.integer(1), tuple(shape))
 
 
-def _sparse_tensor(data: memoryview) -> None:
-    fields = _Message(data, "sparse_tensor", {1: "one", 2: "one"})
-    for part in (fields.one(1), fields.one(2)):
-        if part is not None:
-            _tensor(part)
+def _operator(name: str, domain: str) -> str:
+    return name if domain in ("", "ai.onnx") else f"{domain}.{name}"
 
 
-def _value(data: memoryview) -> Value:
-    fields = _Message(data, "value_info", {1: "one", 2: "one"})
-    name = fields.text(1)
-    kind = _Message(fields.one(2), "type", {1: "one"}).one(1)
-    if kind is None:
-        return Value(name, 0, None)  # a sequence, map or optional: a valid graph, never a valid trunk
-    tensor = _Message(kind, "tensor_type", {1: "int", 2: "one"})
-    if not tensor.has(2):
-        return Value(name, tensor.integer(1), None)
-    shape: list[int | str | None] = []
-    for entry in _Message(tensor.one(2), "shape", {1: "many"}).many(1):
-        dimension = _Message(entry, "dimension", {1: "int", 2: "one"})
-        shape.append(dimension.integer(1) if dimension.has(1) else dimension.text(2) or None)
-    return Value(name, tensor.integer(1), tuple(shape))
+# Where a tensor that has no raw bytes keeps its values: field -> bytes of each, or 0 for numbers of varying length.
+_VALUES: Final = {4: 4, 5: 0, 7: 0, 10: 8, 11: 0}
+_VALUES_OF: Final = {1: 4, 7: 7, 11: 10, 12: 11, 13: 11}  # element type -> field; 5 for all others
+
+
+def _check_values(fields: _Message, name: str, element_type: int, shape: tuple[int, ...]) -> None:
+    """A tensor has as many values as its shape says, so the size of the file bounds the memory of its constants."""
+    if element_type not in ELEMENT_TYPES:
+        raise BundleError(f"ONNX file: tensor {name!r} has the unknown element type {element_type}")
+    if fields.has(3):
+        raise BundleError(f"ONNX file: tensor {name!r} is a segment of another one")
+    elements = math.prod(shape)
+    raw, kept = fields.one(9), [number for number in _VALUES if fields.has(number)]
+    if raw is None:
+        field = _VALUES_OF.get(element_type, 5)
+        counted, expected = fields.values(field), elements
+        what = "values"
+        if kept not in ([], [field]):
+            raise BundleError(f"ONNX file: tensor {name!r} keeps its values in the field of another type")
+    else:
+        counted, expected, what = len(raw), elements * ELEMENT_TYPES[element_type][1], "bytes"
+        if kept:
+            raise BundleError(f"ONNX file: tensor {name!r} holds its values twice")
+    if counted != expected:
+        shown = str(expected) if expected < 10**30 else "a huge number of"
+        raise BundleError(f"ONNX file: tensor {name!r} of rank {len(shape)} needs {shown} {what}, it has {counted}")
 
 
 # The wire format: https://protobuf.dev/programming-guides/encoding
 
 
 class _Message:
-    """The known fields of one message. Kind: "int" once, "ints" any number, "one" or "many" strings or messages."""
+    """The known fields of one message.
 
-    def __init__(self, data: memoryview | None, name: str, kinds: Mapping[int, str]) -> None:
+    Kind: "int" once, "ints" any number, "one" or "many" strings or messages, "values" numbers that are only counted.
+    """
+
+    def __init__(self, data: memoryview, name: str, kinds: Mapping[int, str], most: int) -> None:
         self._name = name
         self._ints: dict[int, list[int]] = {}
         self._parts: dict[int, list[memoryview]] = {}
-        for number, wire, integer, part in _fields(data if data is not None else memoryview(b""), name):
+        self._counts: dict[int, int] = {}
+        self.count = 0
+        for number, wire, integer, part in _fields(data, name):
+            self.count += 1
+            if self.count > most:
+                raise BundleError(f"ONNX file: expected at most {MAX_FIELDS} fields, got more than any real model has")
             kind = kinds.get(number)
             if kind is None:
                 continue
-            if wire == 0 and kind in ("int", "ints"):
+            if kind == "values":
+                self._counts[number] = self._counts.get(number, 0) + _numbers(part, wire, _VALUES[number], name)
+            elif wire == 0 and kind in ("int", "ints"):
                 self._ints.setdefault(number, []).append(integer)
             elif wire == 2 and kind == "ints":
                 self._ints.setdefault(number, []).extend(islice(_packed(part, name), MAX_RANK + 1))
@@ -303,13 +455,16 @@ class _Message:
                 raise BundleError(f"ONNX file: message {name} repeats field {number} more often than any real model")
 
     def has(self, number: int) -> bool:
-        return number in self._ints or number in self._parts
+        return number in self._ints or number in self._parts or number in self._counts
 
     def integer(self, number: int) -> int:
         return self._ints[number][0] if number in self._ints else 0
 
     def integers(self, number: int) -> list[int]:
         return self._ints.get(number, [])
+
+    def values(self, number: int) -> int:
+        return self._counts.get(number, 0)
 
     def one(self, number: int) -> memoryview | None:
         return self._parts[number][0] if number in self._parts else None
@@ -322,8 +477,8 @@ class _Message:
         return "" if part is None else _text(part, self._name)
 
 
-_NOTHING = memoryview(b"")
-_FIXED = {1: 8, 5: 4}
+_NOTHING: Final = memoryview(b"")
+_FIXED: Final = {1: 8, 5: 4}
 
 
 def _fields(data: memoryview, name: str) -> Iterator[tuple[int, int, int, memoryview]]:
@@ -370,12 +525,24 @@ def _packed(data: memoryview, name: str) -> Iterator[int]:
         yield value - 2**64 if value >= 2**63 else value
 
 
+def _numbers(data: memoryview, wire: int, width: int, name: str) -> int:
+    """How many numbers of a repeated field one entry holds: itself, or those packed into it."""
+    if wire == (0 if width == 0 else 1 if width == 8 else 5):
+        return 1
+    if wire != 2 or (width and len(data) % width):
+        raise BundleError(f"ONNX file: the values of a {name} are not whole numbers of {width} bytes")
+    return len(data) // width if width else int(np.count_nonzero(np.frombuffer(data, np.uint8) < 0x80))
+
+
 def _text(data: memoryview, name: str) -> str:
     if len(data) > MAX_NAME:
         raise BundleError(
             f"ONNX file: expected names of at most {MAX_NAME} bytes, message {name} has one of {len(data)}"
         )
     try:
-        return str(data, "utf-8")
+        text = str(data, "utf-8")
     except UnicodeDecodeError as error:
         raise BundleError(f"ONNX file: a name in message {name} is not UTF-8: {error}") from None
+    if not text.isprintable():  # it will be shown, and must not move a terminal's cursor
+        raise BundleError(f"ONNX file: expected printable names, message {name} has {text[:40]!a}")
+    return text

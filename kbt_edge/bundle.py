@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from kbt_edge import _core
-from kbt_edge._files import read_bounded, write_atomic
+from kbt_edge._files import make_folder, read_bounded, write_atomic
 from kbt_edge._onnxfile import MAX_BYTES as MAX_TRUNK_BYTES
 from kbt_edge.errors import BundleError
+from kbt_edge.head import memory_limit
 
 __all__ = ["FORMAT", "Bundle", "BundleInput", "find", "read", "write"]
 
@@ -41,7 +42,6 @@ TRUNK, HEAD, JSON = "trunk.onnx", "head.kbt", "bundle.json"
 # Limits far above any real bundle, which bound what a hostile one can make its reader allocate.
 MAX_JSON_BYTES: Final = 2**20
 MAX_HEAD_BYTES: Final = 2**28
-MAX_HEAD_MEMORY: Final = 2**30  # a few bytes of head.kbt can ask for any number of rows
 MAX_RANK: Final = 8
 MAX_INPUTS: Final = 64
 MAX_WIDTH: Final = 2**22
@@ -137,7 +137,7 @@ def write(folder: str | os.PathLike[str], bundle: Bundle) -> None:
     text = json.dumps(described, indent=2, ensure_ascii=False) + "\n"
     _checked(_parse(text.encode(), folder / JSON), folder / JSON)  # what is written can be read
     with _named(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with _saving(folder):
             new = not (folder / JSON).exists()
             if not new:
@@ -184,8 +184,8 @@ def _head_config(blob: bytes) -> _core.Config:
     config = _core.state_config(blob)
     if isinstance(config, int):
         raise BundleError(_core.status_str(config), config)
-    if config.arena_bytes() > MAX_HEAD_MEMORY:
-        raise BundleError(f"expected a head of at most {MAX_HEAD_MEMORY} bytes, it asks for {config.arena_bytes()}")
+    if config.arena_bytes() > memory_limit(blob):
+        raise BundleError(f"expected a head of at most {memory_limit(blob)} bytes, it asks for {config.arena_bytes()}")
     return config
 
 
@@ -375,11 +375,9 @@ def _read_file(folder: Path, name: str, size: int | None = None) -> bytes:
         raise BundleError(f"{path}: cannot be read: {error}") from None
     if not stat.S_ISREG(found.st_mode):
         raise BundleError(f"{path}: expected a regular file, got something else")
-    if size is None and found.st_size > MAX_JSON_BYTES:
-        raise BundleError(f"{path}: expected at most {MAX_JSON_BYTES} bytes, the file has {found.st_size}")
     if size is not None and found.st_size != size:
         raise BundleError(f"{path}: {JSON} says {size} bytes, the file has {found.st_size}")
-    return read_bounded(real, found.st_size)
+    return read_bounded(real, MAX_JSON_BYTES if size is None else size)
 
 
 def _has_size(path: Path, size: int) -> bool:

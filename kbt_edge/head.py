@@ -345,13 +345,23 @@ class Head:
         return self._core.save()
 
     @classmethod
-    def from_bytes(cls, blob: bytes) -> Head:
-        """The head that ``to_bytes`` wrote, bit for bit."""
+    def from_bytes(cls, blob: bytes, *, max_memory: int | None = None) -> Head:
+        """The head that ``to_bytes`` wrote, bit for bit.
+
+        max_memory   how many bytes it may take (``nbytes``). None: 128 MiB and 64 times the blob, as a stranger's blob
+                     of a few bytes can ask for any number of rows
+        """
         blob = _bytes(blob)
         config = _core.state_config(blob)
         head = cls.__new__(cls)
         if isinstance(config, int):
             head._refused(config)
+        most = memory_limit(blob) if max_memory is None else _integer("max_memory", max_memory, 0, 1 << 62)
+        if config.arena_bytes() > most:
+            raise BundleError(
+                f"blob: expected a head of at most {most} bytes, got one of {config.arena_bytes()} "
+                f"(widths {config.widths}, max_rows {config.max_rows}); max_memory allows more"
+            )
         head._core = _allocated(config, BundleError)
         head._dtype = np.dtype(_DTYPES[config.dtype])
         head.restore(blob)
@@ -366,22 +376,23 @@ class Head:
         write_atomic(path, self.to_bytes())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Head:
+    def load(cls, path: str | os.PathLike[str], *, max_memory: int | None = None) -> Head:
+        """The head that ``save`` wrote; ``max_memory`` as in ``from_bytes``."""
         try:
-            return cls.from_bytes(read_bounded(path, _MAX_STATE_BYTES))
+            return cls.from_bytes(read_bounded(path, _MAX_STATE_BYTES), max_memory=max_memory)
         except BundleError as error:
             if os.fspath(path) in str(error):
                 raise
             raise BundleError(f"{os.fspath(path)}: {str(error).removeprefix('blob: ')}", error.status) from None
 
     def __copy__(self) -> Head:
-        return Head.from_bytes(self.to_bytes())
+        return _again(self.to_bytes(), self.nbytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Head:
-        return Head.from_bytes(self.to_bytes())
+        return _again(self.to_bytes(), self.nbytes)
 
-    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
-        return Head.from_bytes, (self.to_bytes(),)
+    def __reduce__(self) -> tuple[Any, tuple[bytes, int]]:
+        return _again, (self.to_bytes(), self.nbytes)
 
     # ---- conversion and errors ---------------------------------------------------------------------------------------
 
@@ -526,6 +537,16 @@ class Head:
         if status in _BLOB_ERRORS:
             raise BundleError(f"blob: expected the state of a head, got {_BLOB_ERRORS[status]}", status)
         raise _STATUS_ERRORS.get(status, KbtError)(_core.status_str(status), status)
+
+
+def memory_limit(blob: bytes) -> int:
+    """Bytes that a head from this blob may take, unless its reader knows better."""
+    return (1 << 27) + 64 * len(blob)
+
+
+def _again(blob: bytes, nbytes: int) -> Head:
+    """A copy of a head of this process, or of one that was pickled."""
+    return Head.from_bytes(blob, max_memory=nbytes)
 
 
 def _allocated(config: _core.Config, error: type[KbtError]) -> _core.Core:

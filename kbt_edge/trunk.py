@@ -14,11 +14,13 @@ call checks its input, and its output before handing it over, so h is finite.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import math
 import os
 import platform
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kbt_edge._compiled import CDEF, BackendError, CArray, library
+from kbt_edge._files import read_bounded
 from kbt_edge._onnxfile import ELEMENT_TYPES, MAX_BYTES, OnnxModel, Value, read_onnx, token_limits
 from kbt_edge.errors import BundleError, DtypeError, KbtError, NumericsError, RangeError, ShapeError
 
@@ -40,6 +43,8 @@ Float32 = npt.NDArray[np.float32]
 MAX_ELEMENTS: Final = 2**22  # of one input or output: a file of a few bytes can declare any shape
 AGREEMENT: Final = 1e-4  # of a fresh library with onnxruntime, relative to the largest output; rounding stays far below
 CLEARLY: Final = 1.5  # how much faster onnxruntime must have been for ``auto`` to take it
+MAX_RUN_MEMORY: Final = 2**30  # of all trunks in onnxruntime together: a small file can multiply without end
+FIRST_RUN_SECONDS: Final = 60
 NO_ONNXRUNTIME: Final = ("armv7l", "armv6l")  # 32-bit ARM, for which it is not published
 
 _C_TYPES: Final = {"float32": "float", "int64": "int64_t"}
@@ -75,8 +80,10 @@ class Trunk:
             raise RangeError(f"backend: expected 'auto', 'compiled' or 'onnxruntime', got {backend!r}")
         if backend == "compiled" and providers is not None:
             raise RangeError("providers belong to onnxruntime, but backend='compiled' was asked for")
-        data = file if isinstance(file, bytes) else _read(Path(file))
+        data = file if isinstance(file, bytes) else read_bounded(file, MAX_BYTES)
         model = read_onnx(data)
+        if "Loop" in model.operators:
+            raise BundleError("trunk: expected a network whose steps are known, got a Loop, which data may keep going")
         self._sha256 = hashlib.sha256(data).hexdigest()
         self._operators = model.operators
         self._inputs = _inputs(model)
@@ -310,8 +317,15 @@ class _Onnxruntime:
         options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
         options.log_severity_level = 3
+        # The bytes that were read here, as what they were read as, and in bounded memory. Constants are not computed
+        # before the first run: kept side by side, those of a file of a few bytes can fill any memory.
+        options.add_session_config_entry("session.load_model_format", "ONNX")
+        if _bounded_arena(ort):
+            options.add_session_config_entry("session.use_env_allocators", "1")
         try:
-            self._session = ort.InferenceSession(data, options, providers=wanted)
+            self._session = ort.InferenceSession(
+                data, options, providers=wanted, disabled_optimizers=["ConstantFolding"]
+            )
             self._binding = self._session.io_binding()
         except Exception as error:  # onnxruntime has a dozen exception types for a file it cannot run
             raise BundleError(f"onnxruntime refuses this trunk: {error}") from error
@@ -323,6 +337,21 @@ class _Onnxruntime:
         self._bind_inputs()
         # On the CPU a bound input is read in place; for another device binding is what copies it there.
         self._bind_every_time = any(provider != "CPUExecutionProvider" for provider in names)
+        self._run_once(ort.RunOptions())
+
+    def _run_once(self, options: Any) -> None:
+        """The first run, which is ended if it takes too long. Without loops no other takes much longer."""
+        timer = threading.Timer(FIRST_RUN_SECONDS, setattr, (options, "terminate", True))
+        timer.daemon = True
+        timer.start()
+        try:
+            self._session.run_with_iobinding(self._binding, options)
+        except Exception as error:
+            if not timer.is_alive():
+                raise BundleError(f"the trunk did not finish within {FIRST_RUN_SECONDS} s") from None
+            raise BackendError(f"onnxruntime failed to run the trunk: {error}") from error
+        finally:
+            timer.cancel()
 
     def _bind_inputs(self) -> None:
         for slot in self._slots:
@@ -352,6 +381,17 @@ def _slower(record: Mapping[str, Any]) -> str | None:
     return None
 
 
+@functools.cache
+def _bounded_arena(ort: Any) -> bool:
+    """Give the trunks of this process one limited arena. False where this onnxruntime has none to give."""
+    try:
+        place = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+        ort.create_and_register_allocator(place, ort.OrtArenaCfg({"max_mem": MAX_RUN_MEMORY}))
+    except Exception:  # of the types of onnxruntime; without the limit everything works as well
+        return False
+    return True
+
+
 def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
@@ -364,15 +404,6 @@ def _import(name: str) -> Any:
 
 
 # The file and what it declares.
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise BundleError(f"trunk file {path} cannot be read: {error}") from error
-    return data  # if longer than MAX_BYTES, refused by read_onnx
 
 
 def _inputs(model: OnnxModel) -> tuple[TensorSpec, ...]:

@@ -189,74 +189,24 @@ def test_two_processes_cannot_save_at_once(folder: Path) -> None:
     assert bundles.read(folder) == make_bundle()
 
 
-KILLER = """
-import os, random, signal, sys, time
-from dataclasses import replace
-from pathlib import Path
-import kbt_edge as kbt
-from kbt_edge import bundle as bundles
-
-folder, kills = Path(sys.argv[1]), int(sys.argv[2])
-base = bundles.read(folder)
-states = [Path(path).read_bytes() for path in sys.argv[3:5]]
-assert states[0] != states[1]
-versions = [replace(base, head=state) for state in states]
-started = time.perf_counter()
-for version in [*versions] * 5:
-    bundles.write(folder, version)
-longest = min(2 * (time.perf_counter() - started) / 10, 0.04)  # kill within the time of two saves
-base = bundles.read(folder)
-rng = random.Random(0)
-saved = states.index(base.head)  # the number of the last save that ended; even numbers are state 0
-seen, halfway, ended = set(), 0, 0
-for _ in range(kills):
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        number = saved
-        while True:
-            number += 1
-            os.write(writer, b"(")
-            bundles.write(folder, versions[number % 2])
-            os.write(writer, b")")
-    os.close(writer)
-    os.read(reader, 1)
-    time.sleep(rng.uniform(0, longest))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    story = b"("
-    while part := os.read(reader, 65536):
-        story += part
-    os.close(reader)
-    ended += story.count(b")")
-    saved += story.count(b")")
-    found = bundles.read(folder)
-    state = states.index(found.head)  # bit for bit the one or the other, or an error
-    assert kbt.Head.from_bytes(found.head).to_bytes() == states[state]
-    assert replace(found, head=b"") == replace(base, head=b"")
-    if story.endswith(b")"):
-        assert state == saved % 2, "a save that had ended is lost"
-    else:
-        saved += state != saved % 2  # the one under way may have arrived, or not
-    seen.add(state)
-    halfway += any(path.name.endswith(".tmp") for path in folder.iterdir())
-print(len(seen), ended, halfway)
-"""
-
-
 @pytest.mark.host_only("kills within 40 ms, hardly one emulated save; the files are the host kernel's anyway")
-def test_a_save_killed_500_times_leaves_the_old_or_the_new_state(tmp_path: Path, folder: Path) -> None:
-    for name, samples in [("state-a", 0), ("state-b", 25)]:
-        (tmp_path / name).write_bytes(make_head(samples=samples).to_bytes())
-    call = [sys.executable, "-c", KILLER, str(folder), "500", str(tmp_path / "state-a"), str(tmp_path / "state-b")]
+def test_a_save_killed_500_times_leaves_the_old_or_the_new_state() -> None:
+    tool = Path(__file__).parents[1] / "tools" / "kill_saves.py"
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    answer = subprocess.run(call, capture_output=True, text=True, env=environment, check=False)
+    answer = subprocess.run(
+        [sys.executable, str(tool), "--kills", "500", "--json"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
     assert answer.returncode == 0, answer.stderr
-    seen, ended, halfway = map(int, answer.stdout.split())
-    print(f"500 kills: {ended} saves had ended before, {halfway} were between temporary file and rename")
-    assert seen == 2
-    assert ended > 0  # the kills came at all moments: after whole saves
-    assert halfway > 0  # and in the midst of one
+    found = json.loads(answer.stdout)
+    print(answer.stdout)
+    assert found["lost"] == found["torn"] == 0
+    assert found["between"] + found["before_rename"] + found["after_rename"] == found["kills"] == 500
+    assert found["ended"] > 0  # the kills came at all moments: after whole saves
+    assert found["leftovers"] > 0  # and in the midst of one
 
 
 # Reading what a stranger sent. Each case changes one thing in a good bundle.

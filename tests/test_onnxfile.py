@@ -228,6 +228,7 @@ def nested(depth: int) -> Any:
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["h"])], "g", [], [value("h", [3])])
     for _ in range(depth):
         graph = helper.make_graph([helper.make_node("Scan", ["x"], ["h"], body=graph)], "g", [], [value("h", [3])])
+    graph.input.append(value("x", [3]))
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)])
 
 

@@ -656,7 +656,8 @@ def test_a_library_that_disagrees_with_onnxruntime_is_not_used(tmp_path: Path, m
 def test_no_text_of_the_file_reaches_the_c_source(tmp_path: Path) -> None:
     evil = "*/\n#error evil\nint evil(void) { return 1; } /*"
     model = mlp()
-    rename = {name: f"{name} {evil}" for name in ("a", "u", "z", "w", "b")}
+    one_line = evil.replace("\n", " ")  # names have to be printable
+    rename = {name: f"{name} {one_line}" for name in ("a", "u", "z", "w", "b")}
     for i, node in enumerate(model.graph.node):
         node.name, node.doc_string = f"{i} {evil}", evil
         for names in (node.input, node.output):

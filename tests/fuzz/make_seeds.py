@@ -1,0 +1,61 @@
+"""Write the seeds of the bundle fuzzer: ``python tests/fuzz/make_seeds.py``. The same bytes every time."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import tiny_onnx
+
+import kbt_edge as kbt
+from kbt_edge import bundle as bundles
+
+FOLDER = Path(__file__).parent / "corpus" / "bundle"
+
+
+def seeds() -> dict[str, bytes]:
+    """One bundle of each kind, as small as they come."""
+    control, tokens = tiny_onnx.Control(d=2), tiny_onnx.Tokens(3, 2, d=2)
+    scaled = bundles.BundleInput("x", (1, 4), "float32", (0.5,), (2.0, 1.0, 0.1, 1e3))
+    ids = tuple(bundles.BundleInput(f"{name}_ids", (2,), "int64") for name in ("source", "target"))
+    one = dict(trunk=control.onnx, inputs=(scaled,), rows=1, d=2, offset=(0.25,), scale=(3.0,), made={"by": "seed"})
+    two = dict(trunk=tokens.onnx, inputs=ids, rows=2, d=2)
+    return {
+        "plain": packed(head(2), **one),
+        "matrix": packed(head(2, noise_var=[[0.5, 0.1], [0.1, 0.4]], dtype="float64", gate=9.0), **one),
+        "hidden": packed(head(1, hidden=(4,), covariance="full", forgetting=0.99), **one),
+        "softmax": packed(head(3, output="softmax", covariance="diagonal", max_rows=2), **two),
+    }
+
+
+def head(d_o: int, **settings: Any) -> kbt.Head:
+    made = kbt.Head(np.arange(2.0 * d_o).reshape(d_o, 2) / 4, **settings)
+    made.update([0.5, -1.0], np.eye(d_o)[0])
+    return made
+
+
+def packed(state: kbt.Head, **parts: Any) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        bundles.write(folder, bundles.Bundle(head=state.to_bytes(), **parts))
+        text, head, trunk = ((Path(folder) / name).read_bytes() for name in ("bundle.json", "head.kbt", "trunk.onnx"))
+    text = json.dumps(json.loads(text), separators=(",", ":")).encode()
+    return struct.pack("<II", len(text), len(head)) + text + head + trunk
+
+
+def main() -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, data in seeds().items():
+        (FOLDER / name).write_bytes(data)
+        print(f"{name:<10} {len(data):>6} bytes")
+
+
+if __name__ == "__main__":
+    main()

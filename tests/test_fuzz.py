@@ -1,0 +1,45 @@
+"""A short run of the fuzzers, so that they and their seeds stay alive. tools/fuzz.py runs them for hours."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FUZZ = ROOT / "tests" / "fuzz"
+
+
+def test_the_seeds_are_what_their_maker_writes() -> None:
+    spec = importlib.util.spec_from_file_location("make_seeds", FUZZ / "make_seeds.py")
+    assert spec is not None
+    assert spec.loader is not None
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    assert {path.name: path.read_bytes() for path in maker.FOLDER.iterdir()} == maker.seeds()
+
+
+@pytest.mark.host_only("fuzzes Python code, which is the same everywhere")
+def test_two_thousand_mutated_bundles_are_refused_or_mean_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("atheris", reason="the fuzz extra is not installed")
+    call = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "bundle", "--runs", "2000", "--seconds", "0"]
+    answer = subprocess.run([*call, "--work", str(tmp_path)], capture_output=True, text=True, timeout=600, check=False)
+    assert answer.returncode == 0, answer.stderr
+    told = re.search(r"bundle: (\d+) executions, coverage (\d+) -> (\d+), 0 findings", answer.stdout)
+    assert told is not None, answer.stdout
+    executions, first, last = map(int, told.groups())
+    assert executions >= 2000
+    assert last > first > 100  # the coverage of the Python files is seen, and grows
+    assert json.loads((tmp_path / "total.json").read_text())["bundle"]["executions"] == executions
+
+
+def test_an_unknown_target_is_refused(tmp_path: Path) -> None:
+    call = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "nonsense", "--work", str(tmp_path)]
+    answer = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert answer.returncode == 2
+    assert "expected some of" in answer.stderr
