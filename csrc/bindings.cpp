@@ -243,6 +243,13 @@ class Core {
     return py::make_tuple(c.rejected, c.gated, c.floored);
   }
 
+  py::tuple health() const {
+    kbt_health h{};
+    kbt_get_health(head_, &h);
+    return py::make_tuple(static_cast<int>(h.verdict), h.seen, h.average, h.low, h.high, h.gated, h.smallest_var,
+                          h.largest_var);
+  }
+
   py::bytes save() const {
     std::vector<char> blob(kbt_state_size(head_));
     kbt_state_save(head_, blob.data(), blob.size());
@@ -613,6 +620,7 @@ PYBIND11_MODULE(_core, m) {
       .def("cov", &Core::cov)
       .def("factor_range", &Core::factor_range)
       .def("counters", &Core::counters)
+      .def("health", &Core::health)
       .def("save", &Core::save)
       .def("load", &Core::load)
       .def_property_readonly("samples", &Core::samples)

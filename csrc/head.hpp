@@ -9,12 +9,14 @@
 #include "linear.hpp"
 #include "measurement.hpp"
 #include "relu.hpp"
+#include "watch.hpp"
 
 struct kbt_head {
   kbt_config cfg;
   kbt_counters counters;
   std::uint64_t samples;
   std::int32_t predicted_rows;  // rows whose forward pass lies in the scratch, waiting to be observed
+  kbt_watch watch;
 };
 
 // One sample as a caller of the C ABI gives it.
@@ -146,6 +148,7 @@ class Head : public kbt_head {
   void reset() {
     samples = 0;
     predicted_rows = 0;
+    watch = {};
     for (Index i = 0; i < layers(); ++i) {
       fill(layers_[i].w.mean, T(0), layers_[i].w.mean_count());
       layers_[i].w.reset_factors();
@@ -244,7 +247,10 @@ class Head : public kbt_head {
     return matrix;
   }
 
-  void set_noise(const T *values, Index count) { noise_matrix_ = copy_noise(values, count, noise_); }
+  void set_noise(const T *values, Index count) {
+    noise_matrix_ = copy_noise(values, count, noise_);
+    watch = {};  // what was expected before is not what is expected now
+  }
   void restore_noise(const T *values, bool matrix) {
     noise_matrix_ = matrix;
     for (Index i = 0; i < noise_count(); ++i) noise_[i] = values[i];
@@ -336,7 +342,9 @@ class Head : public kbt_head {
       if (!steps_in_range(i, rows, rank)) return KBT_E_RANGE;
     }
     if (result != nullptr) *result = {static_cast<double>(nis), static_cast<double>(measurement_.log_likelihood)};
-    if (cfg.gate > 0.0 && static_cast<double>(nis) > cfg.gate) {
+    const bool rejected = cfg.gate > 0.0 && static_cast<double>(nis) > cfg.gate;
+    observed(nis, rejected, rank);
+    if (rejected) {
       predicted_rows = 0;
       ++counters.gated;
       return KBT_GATED;
@@ -412,6 +420,18 @@ class Head : public kbt_head {
     const Adjoint<T> adj = adjoint(i, rows, rank);
     if (!all_finite(adj.data, (1 + rank) * rows * adj.stride)) return false;
     return quadratic(adj.data, spread_[i], rows * adj.stride) < limit;  // column 0 is r
+  }
+
+  // For the watch. The gate hides what it rejects from a gaussian average, which judges what was learned and knows
+  // where it was cut off; the share of rejected samples is judged beside it. A softmax average takes all of them, as a
+  // cut at some NIS does not say which surprises are left.
+  void observed(T nis, bool rejected, Index K) {
+    if (cfg.gate > 0.0) note_gate(watch, rejected);
+    if (softmax_output()) {
+      note_surprise(watch, measurement_.mean, measurement_.rows, outputs(), measurement_.log_likelihood);
+    } else if (!rejected) {
+      note_nis(watch, nis < T(1e30) ? static_cast<float>(nis) : 1e30F, K);
+    }
   }
 
   // R_i += (r_i - R_i) / min(n0 + samples, window), floored.

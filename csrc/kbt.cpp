@@ -2,6 +2,7 @@
 #include "kbt.h"
 
 #include "engine.hpp"
+#include "health.hpp"
 #include "state.hpp"
 
 using kbt::as_head;
@@ -260,6 +261,12 @@ kbt_status kbt_get_config(const kbt_head *head, kbt_config *cfg) {
 kbt_status kbt_get_counters(const kbt_head *head, kbt_counters *counters) {
   if (head == nullptr || counters == nullptr) return KBT_E_NULL;
   *counters = head->counters;
+  return KBT_OK;
+}
+
+kbt_status kbt_get_health(const kbt_head *head, kbt_health *health) {
+  if (head == nullptr || health == nullptr) return KBT_E_NULL;
+  as_head(head, [&](const auto &self) { *health = kbt::judge(self); });
   return KBT_OK;
 }
 

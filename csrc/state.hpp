@@ -278,6 +278,7 @@ kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size
       head.restore_noise(noise, count == n * n && n > 1);
       head.samples = samples;
       head.predicted_rows = 0;
+      head.watch = {};
     }
   }
   return KBT_OK;

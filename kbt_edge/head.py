@@ -14,7 +14,7 @@ from kbt_edge._arrays import Array, labels_array, plain_array, real_array, shape
 from kbt_edge._files import read_bounded, write_atomic
 from kbt_edge.errors import BundleError, DtypeError, KbtError, NumericsError, RangeError, ShapeError
 
-__all__ = ["Counters", "Head", "Layer", "Prediction", "Update"]
+__all__ = ["Counters", "Head", "Health", "Layer", "Prediction", "Update"]
 
 _DTYPES = ("float32", "float64")
 _OUTPUTS = ("gaussian", "softmax")
@@ -109,6 +109,42 @@ class Counters(NamedTuple):
     """Samples rejected by the gate."""
     floored: int
     """Variances held at a floor because rounding had taken the rest."""
+
+
+_VERDICTS = ("too few samples", "consistent", "overconfident", "underconfident", "diverging", "no band")
+
+
+class Health(NamedTuple):
+    """Whether the head's errors are as large as it says. Diagnostics: not part of the saved state; see docs/health.md."""
+
+    verdict: str
+    """``"consistent"``: the average is inside the band. ``"overconfident"``: errors are larger than the head says, or the
+    gate rejects more than outliers. ``"underconfident"``: they are smaller. ``"diverging"``: far beyond the band and
+    growing, or most samples rejected, or variances blown up. ``"too few samples"``: fewer than 30 since the prior, the
+    noise or the state was set. ``"no band"``: rule "replace", whose average is not known beforehand."""
+    seen: int
+    """Samples in the average."""
+    average: float
+    """Running average over 200 samples. Gaussian: NIS / (rows * d_o), expected 1. Softmax: surprise -log p(y) less the
+    entropy of the prediction, nats a row, expected 0."""
+    low: float
+    """The average of a head that is right lies between ``low`` and ``high`` in 99.9 % of checks."""
+    high: float
+    gated: float
+    """Recent share of samples that the gate rejected."""
+    smallest_var: float
+    """Smallest entry of D over the factors of all layers."""
+    largest_var: float
+    counters: Counters
+
+    def __repr__(self) -> str:
+        if self.seen == 0:
+            return f"Health({self.verdict})"
+        gated = f", {self.gated:.0%} gated" if self.gated else ""
+        return (
+            f"Health({self.verdict}: average {self.average:.3g}, band {self.low:.3g} to {self.high:.3g}, "
+            f"{self.seen} samples{gated}; variances {self.smallest_var:.2g} to {self.largest_var:.2g})"
+        )
 
 
 class Layer(NamedTuple):
@@ -295,6 +331,11 @@ class Head:
     @property
     def counters(self) -> Counters:
         return Counters(*self._core.counters())
+
+    def health(self) -> Health:
+        """Whether the errors are as large as the head says: a running average of its NIS, its band, and a verdict."""
+        verdict, *figures = self._core.health()
+        return Health(_VERDICTS[verdict], *figures, self.counters)
 
     @property
     def config(self) -> dict[str, Any]:
