@@ -11,12 +11,22 @@
 #include "relu.hpp"
 #include "watch.hpp"
 
+struct kbt_sample;
+
+// Who wants to know of every change of a head: the flight recorder (kbt_flight.cpp). Called after the change.
+struct kbt_tap {
+  void (*learned)(kbt_tap *self, const kbt_sample &sample, std::int32_t rows, kbt_status status, double nis);
+  void (*set_noise)(kbt_tap *self, const void *noise, std::int32_t count);
+  void (*replaced)(kbt_tap *self);  // the whole state: a prior, means, or a blob
+};
+
 struct kbt_head {
   kbt_config cfg;
   kbt_counters counters;
   std::uint64_t samples;
   std::int32_t predicted_rows;  // rows whose forward pass lies in the scratch, waiting to be observed
   kbt_watch watch;
+  kbt_tap *tap;  // null: nobody
 };
 
 // One sample as a caller of the C ABI gives it.
@@ -161,6 +171,9 @@ class Head : public kbt_head {
   Posterior<T> &weights(Index layer) { return layers_[layer].w; }
   const Posterior<T> &weights(Index layer) const { return layers_[layer].w; }
   const T *noise() const { return noise_; }
+  const T *input(Index row) const {
+    return layers_[0].z + row * layers_[0].w.z_stride;
+  }  // h of the latest forward pass
   Index noise_count() const { return noise_matrix_ ? outputs() * outputs() : outputs(); }
 
   // ---- prior (METHOD section 1) ------------------------------------------------------------------------------------

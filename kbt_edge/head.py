@@ -115,11 +115,11 @@ _VERDICTS = ("too few samples", "consistent", "overconfident", "underconfident",
 
 
 class Health(NamedTuple):
-    """Whether the head's errors are as large as it says. Diagnostics: not part of the saved state; see docs/health.md."""
+    """Whether the head's errors are as large as it says; see docs/health.md. Not part of the saved state."""
 
     verdict: str
-    """``"consistent"``: the average is inside the band. ``"overconfident"``: errors are larger than the head says, or the
-    gate rejects more than outliers. ``"underconfident"``: they are smaller. ``"diverging"``: far beyond the band and
+    """``"consistent"``: the average is inside the band. ``"overconfident"``: errors are larger than the head says, or
+    the gate rejects more than outliers. ``"underconfident"``: they are smaller. ``"diverging"``: far beyond the band and
     growing, or most samples rejected, or variances blown up. ``"too few samples"``: fewer than 30 since the prior, the
     noise or the state was set. ``"no band"``: rule "replace", whose average is not known beforehand."""
     seen: int
@@ -334,8 +334,8 @@ class Head:
 
     def health(self) -> Health:
         """Whether the errors are as large as the head says: a running average of its NIS, its band, and a verdict."""
-        verdict, *figures = self._core.health()
-        return Health(_VERDICTS[verdict], *figures, self.counters)
+        found = self._core.health()
+        return Health(_VERDICTS[found[0]], *found[1:], self.counters)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -414,6 +414,37 @@ class Head:
 
     def __reduce__(self) -> tuple[Any, tuple[bytes]]:
         return Head.from_bytes, (self.to_bytes(),)
+
+    # ---- flight recorder ---------------------------------------------------------------------------------------------
+
+    def record(self, samples: int = 1000) -> None:
+        """Keep what the head is given from now on, refused samples included, to be replayed on a desk.
+
+        Memory is fixed: the latest ``samples`` / 2 to ``samples`` calls of update and observe, and two copies of the
+        posterior. A new prior or a restored state begins the recording anew; so does calling this again.
+        """
+        count = _integer("samples", samples, 2, 1 << 30)
+        try:
+            recorded = self._core.record_flight(count)
+        except MemoryError:
+            recorded = False
+        if not recorded:
+            raise RangeError(f"samples: expected a recording that fits into memory, got {count}", _E_SIZE)
+
+    def stop_recording(self) -> None:
+        """Record no more, and give the memory back."""
+        self._core.stop_flight()
+
+    def flight_log(self) -> bytes:
+        """What was recorded, for ``kbt-edge replay`` and ``kbt_edge.flight``: the same bytes on every machine."""
+        log = self._core.flight_log()
+        if log is None:
+            raise RangeError("flight_log: expected a head that records, call record() first; got one that does not", 11)
+        return log
+
+    def save_flight_log(self, path: str | os.PathLike[str]) -> None:
+        """Write the log to a file. A power cut leaves the old file or the new one."""
+        write_atomic(path, self.flight_log())
 
     # ---- conversion and errors ---------------------------------------------------------------------------------------
 

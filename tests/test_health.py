@@ -1,4 +1,4 @@
-"""The verdict on a head: right in Monte Carlo for heads that are right, and for those that are wrong by a known amount."""
+"""The verdict on a head, by Monte Carlo: for heads that are right, and for those that are wrong by a known amount."""
 
 from __future__ import annotations
 
