@@ -17,9 +17,8 @@ def set_results(prediction: type[Prediction], update: type[Update]) -> None:
     """The types of the records that predict and learn answer with."""
 
 def state_config(blob: bytes) -> Config | int: ...
-
 def flight_info(log: bytes) -> tuple[int, int, int, int, int, int, int, int, Config] | int:
-    """records, before, checkpoint, final hash, base offset and bytes, records offset, bytes of a record, configuration"""
+    """records, before, checkpoint, final hash, base offset, base bytes, records offset, record bytes, configuration"""
 
 class Config:
     dtype: int
@@ -42,6 +41,8 @@ class Config:
     def check(self) -> tuple[int, str]: ...
     def arena_bytes(self) -> int: ...
 
+Step = tuple[int, int, int, int, int, float, float, bool]
+
 class Core:
     def __init__(self, config: Config) -> None: ...
     def predict(self, h: object, /) -> Prediction | int | None: ...
@@ -58,7 +59,9 @@ class Core:
     def record_flight(self, samples: int) -> bool: ...
     def stop_flight(self) -> None: ...
     def flight_log(self) -> bytes | None: ...
-    def replay(self, log: bytes) -> tuple[list[tuple[int, int, int, int, int, float, float, bool]], int, int, bool] | int:
+    def replay(
+        self, log: bytes
+    ) -> tuple[list[tuple[int, int, int, int, int, float, float, bool]], int, int, bool] | int:
         """Steps (kind, status recorded and now, samples, nis, same), first difference, final hash, reproduced."""
 
     def save(self) -> bytes: ...

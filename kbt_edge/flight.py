@@ -7,7 +7,7 @@
     log.records["h"], log.records["nis"]    # what came in
     log.replay().reproduced                 # the core of this machine reaches the same state
 
-The core writes, checks and replays logs (csrc/kbt_flight.cpp, whose head has the format); this module only looks at them.
+The core writes, checks and replays logs (csrc/kbt_flight.cpp has the format); this module only looks at them.
 """
 
 from __future__ import annotations
@@ -136,10 +136,10 @@ class FlightLog:
         steps, first, state_hash, reproduced = found
         difference = None
         if first < len(steps):
-            kind, *pairs, _ = steps[first]
-            told = [(_status(pairs[i]), pairs[i + 2], pairs[i + 4]) for i in (0, 1)]
-            words = [f"{status}, {samples} samples, NIS {nis.hex()}" for status, samples, nis in told]  # type: ignore[attr-defined]
-            difference = Difference(first, KINDS[kind], words[0], words[1])
+            kind, recorded, status, samples_then, samples, nis_then, nis_now, _ = steps[first]
+            then = f"{_status(recorded)}, {samples_then} samples, NIS {nis_then.hex()}"
+            now = f"{_status(status)}, {samples} samples, NIS {nis_now.hex()}"
+            difference = Difference(first, KINDS[kind], then, now)
         statuses = Counter(_status(step[2]) for step in steps)
         nis = np.array([step[6] for step in steps if step[0] < 4 and step[2] in (0, 1)])
         return Replay(reproduced, difference, f"{state_hash:016x}", dict(statuses), nis, head)

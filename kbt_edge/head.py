@@ -119,9 +119,9 @@ class Health(NamedTuple):
 
     verdict: str
     """``"consistent"``: the average is inside the band. ``"overconfident"``: errors are larger than the head says, or
-    the gate rejects more than outliers. ``"underconfident"``: they are smaller. ``"diverging"``: far beyond the band and
-    growing, or most samples rejected, or variances blown up. ``"too few samples"``: fewer than 30 since the prior, the
-    noise or the state was set. ``"no band"``: rule "replace", whose average is not known beforehand."""
+    the gate rejects more than outliers. ``"underconfident"``: they are smaller. ``"diverging"``: far beyond the band
+    and growing, or most samples rejected, or variances blown up. ``"too few samples"``: fewer than 30 since the prior,
+    the noise or the state was set. ``"no band"``: rule "replace", whose average is not known beforehand."""
     seen: int
     """Samples in the average."""
     average: float
