@@ -102,14 +102,16 @@ def test_the_header_compiles_alone_without_a_warning(cc: str, language: str, sta
         pytest.skip(f"no {cc}")
     source = tmp_path / "alone.c"
     source.write_text(
-        '#include "kbt.h"\n#include "kbt.h"\nint main(void) { return (int)kbt_abi_version() - KBT_ABI_VERSION; }\n'
+        '#include "kbt_flight.h"\n#include "kbt.h"\n#include "kbt_flight.h"\n'
+        "int main(void) { return (int)kbt_abi_version() - KBT_ABI_VERSION; }\n"
     )
     warnings = ("-pedantic", "-Wall", "-Wextra", "-Werror", "-Wconversion")
     run(cc, "-x", language, f"-std={standard}", *warnings, f"-I{HEADER.parent}", "-fsyntax-only", source)
 
 
 def functions() -> set[str]:
-    return set(re.findall(r"^KBT_API [^;]*?\b(kbt_\w+)\(", HEADER.read_text(), flags=re.M))
+    text = HEADER.read_text() + HEADER.with_name("kbt_flight.h").read_text()
+    return set(re.findall(r"^KBT_API [^;]*?\b(kbt_\w+)\(", text, flags=re.M))
 
 
 def test_the_library_exports_what_the_header_declares_and_nothing_else() -> None:
