@@ -22,6 +22,7 @@
 #include "bench_loop.hpp"
 #include "head.hpp"
 #include "kbt.h"
+#include "kbt_flight.h"
 #include "kbt_mailbox.h"
 
 namespace py = pybind11;
@@ -280,6 +281,63 @@ class Core {
     return py::make_tuple(c.rejected, c.gated, c.floored);
   }
 
+  py::tuple health() const {
+    kbt_health h{};
+    kbt_get_health(head(), &h);
+    return py::make_tuple(static_cast<int>(h.verdict), h.seen, h.average, h.low, h.high, h.gated, h.smallest_var,
+                          h.largest_var);
+  }
+
+  // Whether there was memory for it. The recorder before it is let go, and its memory with it.
+  bool record_flight(std::uint32_t samples) {
+    const std::size_t bytes = kbt_flight_bytes(&cfg_, samples);
+    if (bytes == 0) return false;
+    Memory memory = aligned_memory(bytes);
+    if (kbt_flight_init(head(), memory.get(), bytes, samples, &flight_) != KBT_OK) return false;
+    flight_memory_ = std::move(memory);
+    return true;
+  }
+  void stop_flight() {
+    kbt_flight_stop(head());
+    flight_ = nullptr;
+    flight_memory_.reset();
+  }
+  py::object flight_log() const {  // None: nothing is recorded
+    head();
+    if (flight_ == nullptr) return py::none();
+    std::string log;
+    log.reserve(kbt_flight_log_size(flight_));
+    kbt_flight_log(
+        flight_,
+        [](void *to, const void *bytes, std::size_t count) {
+          static_cast<std::string *>(to)->append(static_cast<const char *>(bytes), count);
+        },
+        &log);
+    return py::bytes(log);
+  }
+  // The status that refused the log; or the steps, the first difference, the final hash and whether it was reproduced.
+  py::object replay(const py::bytes &log) {
+    using Steps = std::vector<kbt_flight_step>;
+    const std::string_view view = log;
+    kbt_flight_info info{};
+    kbt_status status = kbt_flight_check(view.data(), view.size(), &info);
+    if (status != KBT_OK) return py::int_(static_cast<int>(status));
+    const Memory memory = aligned_memory(info.replay_bytes);
+    Steps steps;
+    steps.reserve(info.records);
+    kbt_flight_outcome outcome{};
+    status = kbt_flight_replay(
+        view.data(), view.size(), head(), memory.get(), info.replay_bytes,
+        [](void *to, const kbt_flight_step *step) { static_cast<Steps *>(to)->push_back(*step); }, &steps, &outcome);
+    if (status != KBT_OK) return py::int_(static_cast<int>(status));
+    py::list rows;
+    for (const kbt_flight_step &step : steps) {
+      rows.append(py::make_tuple(step.kind, static_cast<int>(step.recorded), static_cast<int>(step.status),
+                                 step.recorded_samples, step.samples, step.recorded_nis, step.nis, step.same != 0));
+    }
+    return py::make_tuple(rows, outcome.first_difference, outcome.final_hash, outcome.reproduced != 0);
+  }
+
   py::bytes save() const {
     std::vector<char> blob(kbt_state_size(head()));
     kbt_state_save(head(), blob.data(), blob.size());
@@ -339,11 +397,12 @@ class Core {
  private:
   py::ssize_t width(int i) const { return cfg_.widths[i]; }
 
-  Memory arena_;
+  Memory arena_, flight_memory_;
   std::vector<std::weak_ptr<Mailbox>> readers_;
   std::size_t bytes_ = 0;
   bool busy_ = false;  // a thread works on the head without the interpreter; written only with it
   kbt_head *head_ = nullptr;
+  kbt_flight *flight_ = nullptr;
   kbt_config cfg_{};
   py::dtype dtype_;
   py::ssize_t d_ = 0, outputs_ = 0;
@@ -632,6 +691,15 @@ PYBIND11_MODULE(_core, m) {
     return py::cast(cfg);
   });
 
+  m.def("flight_info", [](const py::bytes &log) -> py::object {
+    const std::string_view view = log;
+    kbt_flight_info info{};
+    const kbt_status status = kbt_flight_check(view.data(), view.size(), &info);
+    if (status != KBT_OK) return py::int_(static_cast<int>(status));
+    return py::make_tuple(info.records, info.before, info.checkpoint, info.final_hash, info.base_offset,
+                          info.base_bytes, info.records_offset, info.record_bytes, py::cast(info.cfg));
+  });
+
   py::class_<kbt_config>(m, "Config")
       .def(py::init([](int d, int outputs) {
         kbt_config cfg;
@@ -692,6 +760,11 @@ PYBIND11_MODULE(_core, m) {
       .def("cov", &Core::cov)
       .def("factor_range", &Core::factor_range)
       .def("counters", &Core::counters)
+      .def("health", &Core::health)
+      .def("record_flight", &Core::record_flight)
+      .def("stop_flight", &Core::stop_flight)
+      .def("flight_log", &Core::flight_log)
+      .def("replay", &Core::replay)
       .def("save", &Core::save)
       .def("load", &Core::load)
       .def("post_to", &Core::post_to)

@@ -9,12 +9,24 @@
 #include "linear.hpp"
 #include "measurement.hpp"
 #include "relu.hpp"
+#include "watch.hpp"
+
+struct kbt_sample;
+
+// Who wants to know of every change of a head: the flight recorder (kbt_flight.cpp). Called after the change.
+struct kbt_tap {
+  void (*learned)(kbt_tap *self, const kbt_sample &sample, std::int32_t rows, kbt_status status, double nis);
+  void (*set_noise)(kbt_tap *self, const void *noise, std::int32_t count);
+  void (*replaced)(kbt_tap *self);  // the whole state: a prior, means, or a blob
+};
 
 struct kbt_head {
   kbt_config cfg;
   kbt_counters counters;
   std::uint64_t samples;
   std::int32_t predicted_rows;  // rows whose forward pass lies in the scratch, waiting to be observed
+  kbt_watch watch;
+  kbt_tap *tap;  // null: nobody
 };
 
 // One sample as a caller of the C ABI gives it.
@@ -152,6 +164,7 @@ class Head : public kbt_head {
   void reset() {
     samples = 0;
     predicted_rows = 0;
+    watch = {};
     for (Index i = 0; i < layers(); ++i) {
       fill(layers_[i].w.mean, T(0), layers_[i].w.mean_count());
       layers_[i].w.reset_factors();
@@ -176,6 +189,9 @@ class Head : public kbt_head {
     noise_matrix_ = its_noise_is_matrix;
     predicted_rows = 0;
   }
+  const T *input(Index row) const {
+    return layers_[0].z + row * layers_[0].w.z_stride;
+  }  // h of the latest forward pass
   Index noise_count() const { return noise_matrix_ ? outputs() * outputs() : outputs(); }
 
   // ---- prior (METHOD section 1) ------------------------------------------------------------------------------------
@@ -262,7 +278,10 @@ class Head : public kbt_head {
     return matrix;
   }
 
-  void set_noise(const T *values, Index count) { noise_matrix_ = copy_noise(values, count, noise_); }
+  void set_noise(const T *values, Index count) {
+    noise_matrix_ = copy_noise(values, count, noise_);
+    watch = {};  // what was expected before is not what is expected now
+  }
   void restore_noise(const T *values, bool matrix) {
     noise_matrix_ = matrix;
     for (Index i = 0; i < noise_count(); ++i) noise_[i] = values[i];
@@ -357,7 +376,9 @@ class Head : public kbt_head {
     const bool adapts = cfg.noise == KBT_NOISE_ADAPTIVE && noise == nullptr;
     if (adapts && !adapt_noise(top, call_noise_)) return KBT_E_RANGE;
     if (result != nullptr) *result = {static_cast<double>(nis), static_cast<double>(measurement_.log_likelihood)};
-    if (cfg.gate > 0.0 && static_cast<double>(nis) > cfg.gate) {
+    const bool rejected = cfg.gate > 0.0 && static_cast<double>(nis) > cfg.gate;
+    observed(nis, rejected, rank);
+    if (rejected) {
       predicted_rows = 0;
       ++counters.gated;
       return KBT_GATED;
@@ -445,6 +466,18 @@ class Head : public kbt_head {
     const Adjoint<T> adj = adjoint(i, rows, rank);
     if (!all_finite(adj.data, (1 + rank) * rows * adj.stride)) return false;
     return quadratic(adj.data, spread_[i], rows * adj.stride) < kLargest;  // column 0 is r
+  }
+
+  // For the watch. The gate hides what it rejects from a gaussian average, which judges what was learned and knows
+  // where it was cut off; the share of rejected samples is judged beside it. A softmax average takes all of them, as a
+  // cut at some NIS does not say which surprises are left.
+  void observed(T nis, bool rejected, Index K) {
+    if (cfg.gate > 0.0) note_gate(watch, rejected);
+    if (softmax_output()) {
+      note_surprise(watch, measurement_.mean, measurement_.rows, outputs(), measurement_.log_likelihood);
+    } else if (!rejected) {
+      note_nis(watch, nis < T(1e30) ? static_cast<float>(nis) : 1e30F, K);
+    }
   }
 
   // R_i += (r_i - R_i) / min(n0 + samples, window), floored. False if that would leave the range of T.

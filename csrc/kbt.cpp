@@ -2,6 +2,7 @@
 #include "kbt.h"
 
 #include "engine.hpp"
+#include "health.hpp"
 #include "state.hpp"
 
 using kbt::as_head;
@@ -23,11 +24,27 @@ bool uses_avx2(const kbt_head *head) {
 }
 #endif
 
-kbt_status learn(kbt_head *head, const kbt_sample &sample, kbt_result *result) {
+kbt_status learn_unseen(kbt_head *head, const kbt_sample &sample, kbt_result *result) {
 #ifdef KBT_AVX2
   if (uses_avx2(head)) return kbt_learn_avx2(head, sample, result);
 #endif
   return kbt::learn(head, sample, result);
+}
+
+kbt_status learn(kbt_head *head, const kbt_sample &sample, kbt_result *result) {
+  if (head == nullptr || head->tap == nullptr) return learn_unseen(head, sample, result);
+  const std::int32_t rows = sample.predicted ? head->predicted_rows : sample.rows;
+  kbt_result found{0.0, 0.0};
+  const kbt_status status = learn_unseen(head, sample, &found);
+  if (result != nullptr && (status == KBT_OK || status == KBT_GATED)) *result = found;
+  head->tap->learned(head->tap, sample, rows, status, found.nis);
+  return status;
+}
+
+// The whole state is another one now.
+kbt_status replaced(kbt_head *head, kbt_status status) {
+  if (status == KBT_OK && head->tap != nullptr) head->tap->replaced(head->tap);
+  return status;
 }
 
 template <class T>
@@ -195,7 +212,7 @@ kbt_status kbt_set_prior(kbt_head *head, const void *weight, const void *bias, u
     if (!kbt::all_finite(w, self.inputs() * self.outputs())) return refuse(head, KBT_E_NONFINITE);
     if (b != nullptr && !kbt::all_finite(b, self.outputs())) return refuse(head, KBT_E_NONFINITE);
     self.set_prior(w, b, seed);
-    return KBT_OK;
+    return replaced(head, KBT_OK);
   });
 }
 
@@ -210,7 +227,7 @@ kbt_status kbt_set_means(kbt_head *head, const void *const *means) {
       if (!kbt::all_finite(static_cast<const T *>(means[i]), w.n * w.M1)) return refuse(head, KBT_E_NONFINITE);
     }
     self.set_means(means);
-    return KBT_OK;
+    return replaced(head, KBT_OK);
   });
 }
 
@@ -224,6 +241,7 @@ kbt_status kbt_set_noise(kbt_head *head, const void *noise, int32_t count) {
       return refuse(head, KBT_E_NOISE);
     }
     self.set_noise(values, count);
+    if (head->tap != nullptr) head->tap->set_noise(head->tap, noise, count);
     return KBT_OK;
   });
 }
@@ -260,6 +278,12 @@ kbt_status kbt_get_config(const kbt_head *head, kbt_config *cfg) {
 kbt_status kbt_get_counters(const kbt_head *head, kbt_counters *counters) {
   if (head == nullptr || counters == nullptr) return KBT_E_NULL;
   *counters = head->counters;
+  return KBT_OK;
+}
+
+kbt_status kbt_get_health(const kbt_head *head, kbt_health *health) {
+  if (head == nullptr || health == nullptr) return KBT_E_NULL;
+  as_head(head, [&](const auto &self) { *health = kbt::judge(self); });
   return KBT_OK;
 }
 
@@ -357,8 +381,9 @@ kbt_status kbt_state_stream(const kbt_head *head, kbt_sink *sink, void *context)
 
 kbt_status kbt_state_load(kbt_head *head, const void *blob, size_t size) {
   if (head == nullptr || blob == nullptr) return KBT_E_NULL;
-  return as_head(head,
-                 [&](auto &self) { return kbt::read_state(self, static_cast<const unsigned char *>(blob), size); });
+  return replaced(head, as_head(head, [&](auto &self) {
+                    return kbt::read_state(self, static_cast<const unsigned char *>(blob), size);
+                  }));
 }
 
 kbt_status kbt_state_config(const void *blob, size_t size, kbt_config *cfg) {

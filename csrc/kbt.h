@@ -91,6 +91,26 @@ typedef struct kbt_counters {
   uint64_t floored;  /* factors held at a floor because rounding had taken the rest */
 } kbt_counters;
 
+/* Are the head's errors as large as it says? docs/health.md has the rules and what they were tried on. */
+typedef enum kbt_verdict {
+  KBT_TOO_FEW = 0,        /* fewer than 30 samples since the prior, the noise or the state was set */
+  KBT_CONSISTENT = 1,     /* the average is inside the band */
+  KBT_OVERCONFIDENT = 2,  /* errors larger than the head says, or a gate that rejects more than outliers */
+  KBT_UNDERCONFIDENT = 3, /* errors smaller than the head says */
+  KBT_DIVERGING = 4,      /* errors far beyond the band and growing, most samples rejected, or variances blown up */
+  KBT_NO_BAND = 5         /* rule KBT_REPLACE: what its average should be is not known */
+} kbt_verdict;
+
+typedef struct kbt_health {
+  kbt_counters counters;
+  uint64_t seen;  /* samples in the average, since the prior, the noise or the state was set */
+  double average; /* gaussian: NIS / (rows * d_o), expected 1; softmax: surprise less entropy, nats a row, expected 0 */
+  double low, high;                 /* 99.9 % band of the average of a head that is right */
+  double gated;                     /* recent share of samples that the gate rejected */
+  double smallest_var, largest_var; /* entries of D over all layers */
+  kbt_verdict verdict;
+} kbt_health;
+
 typedef struct kbt_head kbt_head;
 
 KBT_API uint32_t kbt_abi_version(void);
@@ -135,6 +155,8 @@ KBT_API kbt_status kbt_observe_labels(kbt_head *head, const int32_t *labels, con
 
 KBT_API kbt_status kbt_get_config(const kbt_head *head, kbt_config *cfg);
 KBT_API kbt_status kbt_get_counters(const kbt_head *head, kbt_counters *counters);
+/* One pass over the variances: cheap enough for every second. */
+KBT_API kbt_status kbt_get_health(const kbt_head *head, kbt_health *health);
 KBT_API uint64_t kbt_samples(const kbt_head *head);       /* updates learned since the prior was set */
 KBT_API int32_t kbt_predicted_rows(const kbt_head *head); /* rows that kbt_observe would learn; 0 = none */
 /* noise: d_o (variances) or, when a matrix was set, d_o * d_o; *count tells which. Room for d_o * d_o is required. */

@@ -80,5 +80,6 @@ kbt_status kbt_take(kbt_head *head, kbt_mailbox *mailbox) {
     std::memcpy(self.learned(), slot.numbers, self.learned_bytes());
     self.take_over(slot.samples, slot.noise_is_matrix);
   });
+  if (head->tap != nullptr) head->tap->replaced(head->tap);
   return KBT_OK;
 }

@@ -15,6 +15,7 @@
 
 namespace kbt {
 
+constexpr std::uint32_t kStateMagic = 0x5354424BU;  // "KBTS"
 constexpr std::uint32_t kStateVersion = 1;
 constexpr std::size_t kHeaderBytes = 24;
 
@@ -157,52 +158,70 @@ void visit_layer(const Posterior<T> &w, Mean mean, Variance variance, Correlatio
   }
 }
 
-// Everything behind the header.
+// Everything behind the header. weights(i) is the posterior of layer i.
+template <class T, class Weights>
+void write_numbers(Writer &out, const kbt_config &cfg, std::uint64_t samples, const T *noise, Index noise_count,
+                   Weights weights) {
+  write_config(out, cfg);
+  out.integer(samples);
+  out.i32(static_cast<std::int32_t>(noise_count));
+  for (Index i = 0; i < noise_count; ++i) out.real(noise[i]);
+  const auto put = [&](T x) { out.real(x); };
+  for (Index i = 0; i < cfg.layers; ++i) visit_layer(weights(i), put, put, put);
+}
+
 template <class T>
 void write_body(const Head<T> &head, Writer &out) {
-  write_config(out, head.cfg);
-  out.integer(head.samples);
-  out.i32(static_cast<std::int32_t>(head.noise_count()));
-  for (Index i = 0; i < head.noise_count(); ++i) out.real(head.noise()[i]);
-  const auto put = [&](T x) { out.real(x); };
-  for (Index i = 0; i < head.layers(); ++i) visit_layer(head.weights(i), put, put, put);
+  write_numbers(out, head.cfg, head.samples, head.noise(), head.noise_count(),
+                [&](Index i) -> const Posterior<T> & { return head.weights(i); });
   out.flush();
+}
+
+inline void write_header(Writer &out, std::uint32_t magic, std::uint32_t version, std::size_t body, std::uint32_t crc) {
+  out.integer(magic);
+  out.integer(version);
+  out.integer(static_cast<std::uint64_t>(kHeaderBytes + body));
+  out.integer(crc);
+  out.integer(std::uint32_t{0});
+}
+
+// A sink that keeps the CRC-32 of what went by in a std::uint32_t.
+inline void add_to_crc(void *sum, const void *bytes, std::size_t count) {
+  auto &so_far = *static_cast<std::uint32_t *>(sum);
+  so_far = crc32(static_cast<const unsigned char *>(bytes), count, so_far);
 }
 
 // The body goes by twice, as its CRC comes before it: so a state needs no memory beside the head that has it.
 template <class T>
 void write_state(const Head<T> &head, kbt_sink *sink, void *context) {
   std::uint32_t crc = 0;
-  Writer judge(
-      [](void *sum, const void *bytes, std::size_t count) {
-        auto &so_far = *static_cast<std::uint32_t *>(sum);
-        so_far = crc32(static_cast<const unsigned char *>(bytes), count, so_far);
-      },
-      &crc);
+  Writer judge(add_to_crc, &crc);
   write_body(head, judge);
   Writer header(sink, context), body(sink, context);
-  header.integer(std::uint32_t{0x5354424BU});  // "KBTS"
-  header.integer(kStateVersion);
-  header.integer(static_cast<std::uint64_t>(kHeaderBytes + judge.used()));
-  header.integer(crc);
-  header.integer(std::uint32_t{0});
+  write_header(header, kStateMagic, kStateVersion, judge.used(), crc);
   header.flush();
   write_body(head, body);
 }
 
-// Header, length and CRC; then `cfg` as the blob has it.
-inline kbt_status read_header(const unsigned char *blob, std::size_t size, kbt_config &cfg) {
+// Magic, version, length and CRC of a file of ours.
+inline kbt_status check_header(const unsigned char *blob, std::size_t size, std::uint32_t magic, std::uint32_t known) {
   if (size < 4) return KBT_E_BLOB_SHORT;
   Reader header(blob, size < kHeaderBytes ? size : kHeaderBytes);
-  if (header.integer<std::uint32_t>() != 0x5354424BU) return KBT_E_BLOB_FOREIGN;
+  if (header.integer<std::uint32_t>() != magic) return KBT_E_BLOB_FOREIGN;
   const auto version = header.integer<std::uint32_t>();
   const auto length = header.integer<std::uint64_t>();
   const auto crc = header.integer<std::uint32_t>(), spare = header.integer<std::uint32_t>();
   if (header.truncated()) return KBT_E_BLOB_SHORT;
-  if (version != kStateVersion) return version > kStateVersion ? KBT_E_BLOB_VERSION : KBT_E_BLOB_FOREIGN;
+  if (version != known) return version > known ? KBT_E_BLOB_VERSION : KBT_E_BLOB_FOREIGN;
   if (length > size) return KBT_E_BLOB_SHORT;
   if (length != size || spare != 0) return KBT_E_BLOB_CRC;
-  if (crc32(blob + kHeaderBytes, size - kHeaderBytes) != crc) return KBT_E_BLOB_CRC;
+  return crc32(blob + kHeaderBytes, size - kHeaderBytes) == crc ? KBT_OK : KBT_E_BLOB_CRC;
+}
+
+// The same of a state; then `cfg` as the blob has it.
+inline kbt_status read_header(const unsigned char *blob, std::size_t size, kbt_config &cfg) {
+  const kbt_status status = check_header(blob, size, kStateMagic, kStateVersion);
+  if (status != KBT_OK) return status;
   Reader body(blob + kHeaderBytes, size - kHeaderBytes);
   read_config(body, cfg);
   return body.truncated() ? KBT_E_BLOB_SHORT : KBT_OK;
@@ -292,6 +311,7 @@ kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size
       head.restore_noise(noise, count == n * n && n > 1);
       head.samples = samples;
       head.predicted_rows = 0;
+      head.watch = {};
     }
   }
   return KBT_OK;

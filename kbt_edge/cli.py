@@ -51,6 +51,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "tune": ("kbt_edge.tune:Tune", "choose prior and noise variances of a bundle from a short stream"),
     "export": ("kbt_edge.cli:Export", "turn a torch model into a bundle"),
     "inspect": ("kbt_edge.cli:Inspect", "show what is in a bundle"),
+    "replay": ("kbt_edge.flight:ReplayCommand", "replay a flight log: does it lead to the same state, bit for bit?"),
     "paths": ("kbt_edge._paths:Paths", "say where the C library is, for pkg-config, CMake and compilers"),
 }
 

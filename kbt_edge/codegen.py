@@ -46,6 +46,7 @@ __all__ = ["Codegen", "generate"]
 FORMAT: Final = 1
 MANIFEST: Final = "codegen.json"
 CORE: Final = ("kbt/kbt.cpp", "kbt/kbt_store.c")
+EXTRA: Final = ("kbt/kbt_flight.cpp",)  # packed as well, and linked by who calls it
 
 # What may not be the name of a policy, because names are made of it that C or C++ has taken already.
 _TAKEN: Final = re.compile(
@@ -123,7 +124,7 @@ def _core_sources() -> list[Path]:
     package = Path(__file__).parent
     for folder, cmake in ((package / "csrc", package / "csrc"), (package.parent / "csrc", package.parent / "cmake")):
         if (folder / "kbt.cpp").is_file():
-            found = [folder / Path(source).name for source in CORE]
+            found = [folder / Path(source).name for source in (*CORE, *EXTRA)]
             for path in found:  # and what they include, and what that includes
                 names = re.findall(r'^#include "(\w+\.\w+)"', path.read_text(encoding="utf-8"), flags=re.M)
                 found += [folder / name for name in dict.fromkeys(names) if folder / name not in found]

@@ -17,7 +17,7 @@ from kbt_edge.errors import BundleError, DtypeError, KbtError, NumericsError, Ra
 if TYPE_CHECKING:
     from kbt_edge.reader import Reader
 
-__all__ = ["Counters", "Head", "Layer", "Prediction", "Update"]
+__all__ = ["Counters", "Head", "Health", "Layer", "Prediction", "Update"]
 
 _DTYPES = ("float32", "float64")
 _OUTPUTS = ("gaussian", "softmax")
@@ -112,6 +112,42 @@ class Counters(NamedTuple):
     """Samples rejected by the gate."""
     floored: int
     """Variances held at a floor because rounding had taken the rest."""
+
+
+_VERDICTS = ("too few samples", "consistent", "overconfident", "underconfident", "diverging", "no band")
+
+
+class Health(NamedTuple):
+    """Whether the head's errors are as large as it says; see docs/health.md. Not part of the saved state."""
+
+    verdict: str
+    """``"consistent"``: the average is inside the band. ``"overconfident"``: errors are larger than the head says, or
+    the gate rejects more than outliers. ``"underconfident"``: they are smaller. ``"diverging"``: far beyond the band
+    and growing, or most samples rejected, or variances blown up. ``"too few samples"``: fewer than 30 since the prior,
+    the noise or the state was set. ``"no band"``: rule "replace", whose average is not known beforehand."""
+    seen: int
+    """Samples in the average."""
+    average: float
+    """Running average over 200 samples. Gaussian: NIS / (rows * d_o), expected 1. Softmax: surprise -log p(y) less the
+    entropy of the prediction, nats a row, expected 0."""
+    low: float
+    """The average of a head that is right lies between ``low`` and ``high`` in 99.9 % of checks."""
+    high: float
+    gated: float
+    """Recent share of samples that the gate rejected."""
+    smallest_var: float
+    """Smallest entry of D over the factors of all layers."""
+    largest_var: float
+    counters: Counters
+
+    def __repr__(self) -> str:
+        if self.seen == 0:
+            return f"Health({self.verdict})"
+        gated = f", {self.gated:.0%} gated" if self.gated else ""
+        return (
+            f"Health({self.verdict}: average {self.average:.3g}, band {self.low:.3g} to {self.high:.3g}, "
+            f"{self.seen} samples{gated}; variances {self.smallest_var:.2g} to {self.largest_var:.2g})"
+        )
 
 
 class Layer(NamedTuple):
@@ -305,6 +341,11 @@ class Head:
     def counters(self) -> Counters:
         return Counters(*self._core.counters())
 
+    def health(self) -> Health:
+        """Whether the errors are as large as the head says: a running average of its NIS, its band, and a verdict."""
+        found = self._core.health()
+        return Health(_VERDICTS[found[0]], *found[1:], self.counters)
+
     @property
     def config(self) -> dict[str, Any]:
         """The settings, as the keywords of ``Head`` spell them."""
@@ -393,6 +434,37 @@ class Head:
 
     def __reduce__(self) -> tuple[Any, tuple[bytes, int]]:
         return _again, (self.to_bytes(), self.nbytes)
+
+    # ---- flight recorder ---------------------------------------------------------------------------------------------
+
+    def record(self, samples: int = 1000) -> None:
+        """Keep what the head is given from now on, refused samples included, to be replayed on a desk.
+
+        Memory is fixed: the latest ``samples`` / 2 to ``samples`` calls of update and observe, and two copies of the
+        posterior. A new prior or a restored state begins the recording anew; so does calling this again.
+        """
+        count = _integer("samples", samples, 2, 1 << 30)
+        try:
+            recorded = self._core.record_flight(count)
+        except MemoryError:
+            recorded = False
+        if not recorded:
+            raise RangeError(f"samples: expected a recording that fits into memory, got {count}", _E_SIZE)
+
+    def stop_recording(self) -> None:
+        """Record no more, and give the memory back."""
+        self._core.stop_flight()
+
+    def flight_log(self) -> bytes:
+        """What was recorded, for ``kbt-edge replay`` and ``kbt_edge.flight``: the same bytes on every machine."""
+        log = self._core.flight_log()
+        if log is None:
+            raise RangeError("flight_log: expected a head that records, call record() first; got one that does not", 11)
+        return log
+
+    def save_flight_log(self, path: str | os.PathLike[str]) -> None:
+        """Write the log to a file. A power cut leaves the old file or the new one."""
+        write_atomic(path, self.flight_log())
 
     # ---- conversion and errors ---------------------------------------------------------------------------------------
 

@@ -128,7 +128,8 @@ def test_the_abi_version_is_that_of_the_header() -> None:
 
 
 def test_every_status_has_its_own_words() -> None:
-    statuses = [getattr(C, name) for name in re.findall(r"^  (KBT_\w+) = \d+,?", HEADER.read_text(), flags=re.M)]
+    listed = HEADER.read_text().partition("typedef enum kbt_status")[2].partition("}")[0]
+    statuses = [getattr(C, name) for name in re.findall(r"^  (KBT_\w+) = \d+,?", listed, flags=re.M)]
     assert statuses == list(range(19))
     words = [ffi.string(C.kbt_status_str(status)).decode() for status in statuses]
     assert len(set(words)) == 19
@@ -282,6 +283,8 @@ NULL_CALLS: dict[str, Callable[[CHead, dict[str, Any]], int]] = {
     "get_config cfg": lambda x, a: C.kbt_get_config(x.head, NULL),
     "get_counters head": lambda x, a: C.kbt_get_counters(NULL, a["counters"]),
     "get_counters counters": lambda x, a: C.kbt_get_counters(x.head, NULL),
+    "get_health head": lambda x, a: C.kbt_get_health(NULL, ffi.new("kbt_health *")),
+    "get_health health": lambda x, a: C.kbt_get_health(x.head, NULL),
     "get_noise head": lambda x, a: C.kbt_get_noise(NULL, a["void"], a["count"]),
     "get_noise noise": lambda x, a: C.kbt_get_noise(x.head, NULL, a["count"]),
     "get_noise count": lambda x, a: C.kbt_get_noise(x.head, a["void"], NULL),

@@ -1,10 +1,11 @@
 /* cost.c - learns a number of samples and nothing else, to be counted by callgrind.
  *
- *   cost <covariance> <d> <hidden> <updates>     a d -> hidden -> 1 gaussian float32 head
+ *   cost <covariance> <d> <hidden> <updates> [<samples of a flight recorder>]    a d -> hidden -> 1 float32 head
  */
 #include <stdlib.h>
 
 #include "kbt.h"
+#include "kbt_flight.h"
 
 enum { MAX_D = 1024 };
 
@@ -17,7 +18,7 @@ int main(int argc, char **argv) {
   void *arena;
   long update, updates;
   int d, i;
-  if (argc != 5) return 2;
+  if (argc != 5 && argc != 6) return 2;
   d = atoi(argv[2]);
   updates = atol(argv[4]);
   if (d < 1 || d > MAX_D) return 2;
@@ -32,6 +33,13 @@ int main(int argc, char **argv) {
   if (arena == NULL || kbt_init(&cfg, arena, bytes, &head) != KBT_OK) return 3;
   for (i = 0; i < d; ++i) weight[i] = 0.1F * (float)(i % 16);
   if (kbt_set_prior(head, weight, &bias, 0) != KBT_OK) return 3;
+  if (argc == 6) { /* with a flight recorder of so many samples */
+    const uint32_t samples = (uint32_t)atol(argv[5]);
+    const size_t flight_bytes = kbt_flight_bytes(&cfg, samples);
+    void *memory = flight_bytes != 0 ? aligned_alloc(KBT_ARENA_ALIGN, flight_bytes) : NULL;
+    kbt_flight *flight;
+    if (memory == NULL || kbt_flight_init(head, memory, flight_bytes, samples, &flight) != KBT_OK) return 3;
+  }
   for (update = 0; update < 17; ++update) {
     for (i = 0; i < d; ++i) h[update][i] = (float)((update * 7 + i * 13) % 17) / 8.0F - 1.0F;
   }

@@ -29,6 +29,7 @@ STRUCTURES = {"full": 0, "neuron": 1, "diagonal": 2}
 # Instructions of one update, 16 -> 32 -> 1 float32: of the default build, and of one for the oldest machines.
 BUDGET = {"full": (750_000, 1_200_000), "neuron": (16_000, 30_000), "diagonal": (10_000, 15_000)}
 LARGEST_EXPONENT = 1.1
+LARGEST_RECORDING = 0.02  # of an update, for a flight recorder that only records; the copy of the state comes beside it
 # d -> 2d -> 1. The factors of `full` grow with d^4 and would fill gigabytes at d = 128, so its sweep ends at 32.
 SWEEP = {"neuron": (8, 16, 32, 64, 128), "full": (8, 12, 16, 24, 32), "diagonal": (8, 16, 32, 64, 128)}
 
@@ -45,12 +46,12 @@ def factors(structure: str, d: int) -> int:
     return total
 
 
-def instructions(driver: Path, structure: str, d: int, updates: int) -> int:
-    """Instructions of one update, averaged over ``updates`` of them."""
+def instructions(driver: Path, structure: str, d: int, updates: int, *recorder: int) -> int:
+    """Instructions of one update, averaged over ``updates`` of them; ``recorder``: samples of a flight recorder."""
     counts = []
     for length in (updates, 2 * updates):
         command = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", str(driver),
-                   str(STRUCTURES[structure]), str(d), str(2 * d), str(length)]  # fmt: skip
+                   str(STRUCTURES[structure]), str(d), str(2 * d), str(length), *map(str, recorder)]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         found = re.search(r"Collected : (\d+)", done.stderr)
         if done.returncode != 0 or found is None:
@@ -71,6 +72,7 @@ def build(folder: Path, name: str) -> Path:
         ]
     else:
         core = [build_core(cxx, ("-O3",), folder / f"{name}.o")]
+    core.append(build_core(cxx, ("-O3",), folder / f"{name}_flight.o", "kbt_flight.cpp"))
     driver = Path(__file__).with_name("cost.c")
     run(cc, "-std=c11", "-O2", f"-I{CSRC}", driver, *core, "-lm", "-o", folder / name)
     return folder / name
@@ -94,7 +96,12 @@ def measure(folder: Path, quick: bool) -> dict[str, Any]:
         exponent = float(np.polyfit(stored, counted, 1)[0])
         tail = float((counted[-1] - counted[-2]) / (stored[-1] - stored[-2]))
         sweeps[structure] = {"points": points, "exponent": exponent, "tail": tail}
-    return {"update_16_32_1_float32": heads, "sweep_d_2d_1": sweeps}
+    recording = {}
+    for structure in STRUCTURES:  # a recorder that never fills up; and one that begins a half with every sample
+        alone = heads[structure]["default"]
+        counts = [instructions(drivers["default"], structure, 16, 20, samples) - alone for samples in (1000, 2)]
+        recording[structure] = {"record": counts[0], "begin_half": counts[1] - counts[0]}
+    return {"update_16_32_1_float32": heads, "recording_16_32_1_float32": recording, "sweep_d_2d_1": sweeps}
 
 
 def broken_budgets(figures: dict[str, Any]) -> list[str]:
@@ -105,6 +112,10 @@ def broken_budgets(figures: dict[str, Any]) -> list[str]:
         for (name, count), budget in zip(figures["update_16_32_1_float32"][structure].items(), budgets, strict=True):
             if count > budget:
                 broken.append(f"{structure}, {name}: {count} instructions, budget {budget}")
+    for structure, counts in figures["recording_16_32_1_float32"].items():
+        budget = LARGEST_RECORDING * figures["update_16_32_1_float32"][structure]["default"]
+        if structure == "neuron" and counts["record"] > budget:
+            broken.append(f"{structure}: {counts['record']} instructions to record, budget {budget:.0f}")
     for structure, sweep in figures["sweep_d_2d_1"].items():
         if sweep["exponent"] > LARGEST_EXPONENT:
             broken.append(f"{structure}: exponent {sweep['exponent']:.3f}, budget {LARGEST_EXPONENT}")
@@ -116,6 +127,9 @@ def show(figures: dict[str, Any]) -> None:
     for structure, counts in figures["update_16_32_1_float32"].items():
         default, baseline = BUDGET[structure]
         print(f"  {structure:<32}{counts['default']:>12,}{default:>12,}{counts['baseline']:>15,}{baseline:>12,}")
+    print("\nflight recorder, the same heads     one record   when a half begins, once in samples / 2")
+    for structure, counts in figures["recording_16_32_1_float32"].items():
+        print(f"  {structure:<32}{counts['record']:>12,}{counts['begin_half']:>15,}")
     for structure, sweep in figures["sweep_d_2d_1"].items():
         print(f"\n{structure}, d → 2d → 1: exponent {sweep['exponent']:.3f} of instructions against stored factors "
               f"(between the last two: {sweep['tail']:.3f}; budget {LARGEST_EXPONENT})")  # fmt: skip

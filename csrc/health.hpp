@@ -1,0 +1,128 @@
+// health.hpp - the verdict on a head: whether its errors are as large as it says (watch.hpp keeps the average).
+#pragma once
+
+#include "head.hpp"
+
+namespace kbt {
+
+constexpr double kBandZ = 3.2905;      // two-sided 99.9 % of a normal variable
+constexpr double kBandSlack = 0.01;    // nats: a softmax that claims nothing has a band of no width
+constexpr std::uint64_t kFewest = 30;  // samples before anything is said
+constexpr double kOutliers = 0.1;      // share of outliers that is a gate's own business
+constexpr double kFarRatio = 9.0;      // far beyond the band: errors of three times the deviation it would allow
+constexpr double kFarNats = 2.302585;  // softmax: labels ten times less probable than was said
+constexpr double kGrowth = 1.5;        // the recent average over the whole one
+constexpr double kBlownUp = 100.0;     // times the largest variance of prior and noise
+
+// Quantile of a variable with mean 0 and these moments: a shifted gamma distribution with its chi-square quantile after
+// Wilson and Hilferty. `z` is that of a normal variable.
+inline double quantile(double z, double variance, double third) {
+  if (!(variance > 0.0)) return 0.0;
+  const double deviation = std::sqrt(variance), skew = third / (variance * deviation);
+  if (skew < 0.0) return -quantile(-z, variance, -third);
+  if (skew < 1e-3) return z * deviation;
+  const double dof = 8.0 / (skew * skew), c = 2.0 / (9.0 * dof), root = 1.0 - c + z * std::sqrt(c);
+  const double cube = root > 0.0 ? root * root * root : 0.0;
+  return deviation * std::sqrt(0.5 * dof) * (cube - 1.0);
+}
+
+// What a gate leaves of a chi-square variable with K degrees of freedom: how often it rejects, and mean and variance of
+// the rest over those of the whole. E x^n below the gate is that of K + 2n degrees, and tail(K + 2) = tail(K) +
+// term(K).
+struct Truncated {
+  double rejected = 0.0, mean = 1.0, variance = 1.0;
+  Truncated(double gate, Index K) {
+    if (!(gate > 0.0) || gate > 1400.0 || K < 1) return;  // beyond, a double has no room for exp(-gate / 2)
+    const bool even = K % 2 == 0;
+    const double density = exp_negative(-0.5 * gate);
+    double tail = even ? density : 2.0 * relu_unit(-std::sqrt(gate), 1.0).gate;
+    double term = even ? 0.5 * gate * density : std::sqrt(gate * 0.6366197723675814) * density;
+    for (Index k = even ? 2 : 1; k < K; k += 2) {
+      tail += term;
+      term *= gate / static_cast<double>(k + 2);
+    }
+    rejected = tail;
+    const double left = 1.0 - tail, dof = static_cast<double>(K);
+    if (left < 1e-3) return;  // a gate that nothing passes
+    mean = 1.0 - term / left;
+    const double next = mean - term * gate / (dof + 2.0) / left;
+    variance = 0.5 * ((dof + 2.0) * next - dof * mean * mean);
+    if (!(variance > 0.0)) variance = 0.0;
+  }
+};
+
+template <class T>
+void measure_variances(const Head<T> &head, kbt_health &health) {
+  health.smallest_var = std::numeric_limits<double>::max();
+  for (Index i = 0; i < head.layers(); ++i) {
+    const Posterior<T> &w = head.weights(i);
+    for (Index g = 0; g < w.matrices(); ++g) {
+      for (Index p = 0; p < w.M(); ++p) {
+        const double x = static_cast<double>(w.D(g, p));
+        if (x < health.smallest_var) health.smallest_var = x;
+        if (x > health.largest_var) health.largest_var = x;
+      }
+    }
+  }
+}
+
+// The largest variance that prior and noise speak of.
+template <class T>
+double variance_scale(const Head<T> &head) {
+  double scale = 0.0;
+  for (int i = 0; i < head.cfg.layers; ++i) scale = head.cfg.prior_var[i] > scale ? head.cfg.prior_var[i] : scale;
+  for (Index i = 0; i < head.noise_count(); ++i) {
+    const double x = static_cast<double>(head.noise()[i]);
+    scale = x > scale ? x : scale;
+  }
+  return scale;
+}
+
+inline kbt_verdict verdict(const kbt_config &cfg, const kbt_watch &watch, const kbt_health &health,
+                           double expected_gated, double scale) {
+  if (health.largest_var > kBlownUp * scale) return KBT_DIVERGING;  // under `fuse` no variance exceeds its prior
+  if (cfg.rule == KBT_REPLACE) return KBT_NO_BAND;
+  if (watch.seen < kFewest && watch.offered < kFewest) return KBT_TOO_FEW;
+
+  // Of the samples that a head which is right would accept, how many were rejected.
+  const double passing = 1.0 - expected_gated;
+  const double rejected = passing > 0.0 ? (health.gated - expected_gated) / passing : 0.0;
+  const double offered = static_cast<double>(watch.offered < kWindow ? watch.offered : 2 * kWindow - 1);
+  const double allowed =
+      kOutliers + kBandZ * std::sqrt(kOutliers * (1.0 - kOutliers) / (offered > 1.0 ? offered : 1.0));
+  if (watch.offered >= kFewest && rejected > 0.5) return KBT_DIVERGING;
+  if (watch.seen < kFewest) return KBT_TOO_FEW;
+
+  const bool softmax = cfg.output == KBT_SOFTMAX;
+  const double fast = static_cast<double>(watch.fast), mean = health.average;
+  const bool far = softmax ? mean > health.high + kFarNats : mean > kFarRatio * health.high;
+  if (far && (fast > kGrowth * mean || mean > 0.5 * static_cast<double>(kMostX))) return KBT_DIVERGING;
+  if (mean > health.high || (watch.offered >= kFewest && rejected > allowed)) return KBT_OVERCONFIDENT;
+  return mean < health.low ? KBT_UNDERCONFIDENT : KBT_CONSISTENT;
+}
+
+template <class T>
+kbt_health judge(const Head<T> &head) {
+  const kbt_watch &watch = head.watch;
+  const bool softmax = head.cfg.output == KBT_SOFTMAX;
+  const Truncated kept(softmax ? 0.0 : head.cfg.gate, watch.K);
+  const double expected = softmax ? 0.0 : kept.mean, slack = softmax ? kBandSlack : 0.0;
+  const double variance = static_cast<double>(watch.variance) * kept.variance;
+  const double third = static_cast<double>(watch.third) * kept.variance * std::sqrt(kept.variance);  // the same skew
+  kbt_health health{};
+  health.counters = head.counters;
+  health.seen = watch.seen;
+  health.average = static_cast<double>(watch.mean);
+  health.low = expected + quantile(-kBandZ, variance, third) - slack;
+  health.high = expected + quantile(kBandZ, variance, third) + slack;
+  if (head.cfg.rule == KBT_REPLACE) {  // its output covariance is not that of its error: the average has no known mean
+    health.low = 0.0;
+    health.high = std::numeric_limits<double>::infinity();
+  }
+  health.gated = static_cast<double>(watch.gated);
+  measure_variances(head, health);
+  health.verdict = verdict(head.cfg, watch, health, kept.rejected, variance_scale(head));
+  return health;
+}
+
+}  // namespace kbt
