@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import platform
 import re
 import shutil
 import struct
@@ -24,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 TESTS = ROOT / "tests"
 
-# As in CMakeLists.txt: the options on which the same bits depend.
+# As in CMakeLists.txt: the options on which the same bits depend, and where there is a second engine.
+_AVX2_DEFINED = ("-DKBT_AVX2",) if platform.machine() == "x86_64" else ()
 CORE_FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti")
 
 
@@ -78,6 +80,22 @@ def build_core(cxx: str, flags: tuple[str, ...], target: Path, source: str = "kb
     """A file of csrc/ as an object file; kbt.cpp alone is the whole core, without the second engine for AVX2."""
     run(cxx, *CORE_FLAGS, *flags, "-isystem", eigen(), f"-I{CSRC}", "-c", CSRC / source, "-o", target)
     return target
+
+
+def build_sanitized(folder: Path, *sanitizers: str) -> list[Path]:
+    """All of the core with clang's sanitizers, the second engine included: object files to link programs with."""
+    clang = compiler("clang")
+    assert clang is not None, "ask for clang before"
+    flags = ("-O1", "-g", *sanitizers)
+    objects = [folder / f"{source.name}.o" for source in sorted(CSRC.glob("kbt*.c*"))]
+    for target in objects:
+        if target.name.endswith(".c.o"):
+            run(clang, "-std=c99", *flags, f"-I{CSRC}", "-c", CSRC / target.stem, "-o", target)
+        else:
+            build_core(f"{clang}++", (*flags, *_AVX2_DEFINED), target, target.stem)
+    if _AVX2_DEFINED:
+        objects.append(build_core(f"{clang}++", (*flags, "-mavx2"), folder / "avx2.o", "engine_avx2.cpp"))
+    return objects
 
 
 def build_with_installed(cc: str, source: Path, target: Path, *more: object) -> Path:

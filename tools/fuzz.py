@@ -25,8 +25,6 @@ ROOT = Path(__file__).resolve().parents[1]
 FUZZ = ROOT / "tests" / "fuzz"
 sys.path.insert(0, str(ROOT / "tests"))
 
-SANITIZERS = "-fsanitize=fuzzer,address,undefined"
-
 
 @dataclass(frozen=True)
 class Target:
@@ -42,17 +40,19 @@ def python_target(source: Path) -> Target:
 
 def cpp_target(source: Path) -> Target:
     def build(work: Path) -> list[str]:
-        from cabi import CORE_FLAGS, CSRC, compiler, eigen
+        from cabi import CSRC, build_sanitized, compiler, run
 
-        clang = compiler("clang++", "clang++-14")
+        clang = compiler("clang++")
         if clang is None:
             raise SystemExit(f"{source.name}: expected clang++ with libFuzzer, found none")
-        binary = work / source.stem
-        flags = [*CORE_FLAGS, "-g", "-O1", SANITIZERS, "-fno-sanitize-recover=all", f"-I{CSRC}", f"-isystem{eigen()}"]
-        store = work / "kbt_store.o"  # the one part of the core that is C
-        as_c = ["-xc", "-std=c99", "-g", "-O1", SANITIZERS, "-c", str(CSRC / "kbt_store.c"), "-o", str(store)]
-        subprocess.run([clang, *as_c], check=True)
-        subprocess.run([clang, *flags, str(source), str(CSRC / "kbt.cpp"), str(store), "-o", str(binary)], check=True)
+        core, binary = work.parent / "core", work / source.stem
+        objects = sorted(core.glob("*.o"))
+        newest = max(path.stat().st_mtime for path in CSRC.iterdir())
+        if not objects or min(path.stat().st_mtime for path in objects) < newest:
+            core.mkdir(exist_ok=True)
+            objects = build_sanitized(core, "-fsanitize=fuzzer-no-link,address,undefined", "-fno-sanitize-recover=all")
+        options = ("-std=c++17", "-Wall", "-Wextra", "-O1", "-g", "-fsanitize=fuzzer,address,undefined")
+        run(clang, *options, f"-I{CSRC}", source, *objects, "-o", binary)
         return [str(binary)]
 
     return Target(source.stem, build)
@@ -79,6 +79,7 @@ def fuzz(target: Target, seconds: int, runs: int, jobs: int, work: Path) -> Outc
     for path in (corpus, folder / "findings"):
         path.mkdir(parents=True, exist_ok=True)
     call = [*target.command(folder), str(corpus), *([str(seeds)] if seeds.is_dir() else [])]
+    call += ["-max_len=2048", "-len_control=0"] if target.name != "bundle" else []
     call += ["-print_final_stats=1", "-rss_limit_mb=2048", "-timeout=60", f"-artifact_prefix={folder}/findings/"]
     call += [f"-max_total_time={seconds}"] * (seconds > 0) + [f"-runs={runs}"] * (runs > 0)
     processes = []
