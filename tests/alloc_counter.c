@@ -16,40 +16,44 @@ void *__libc_memalign(size_t alignment, size_t size);
 
 static atomic_size_t allocations;
 
-size_t alloc_count(void) { return atomic_load(&allocations); }
+size_t alloc_count(void) {
+  return atomic_load(&allocations);
+}
 
-static void count(void) { atomic_fetch_add_explicit(&allocations, 1, memory_order_relaxed); }
+static void count(void) {
+  atomic_fetch_add_explicit(&allocations, 1, memory_order_relaxed);
+}
 
 void *malloc(size_t size) {
-    count();
-    return __libc_malloc(size);
+  count();
+  return __libc_malloc(size);
 }
 
 void *calloc(size_t number, size_t size) {
-    count();
-    return __libc_calloc(number, size);
+  count();
+  return __libc_calloc(number, size);
 }
 
 void *realloc(void *old, size_t size) {
-    count();
-    return __libc_realloc(old, size);
+  count();
+  return __libc_realloc(old, size);
 }
 
 void *memalign(size_t alignment, size_t size) {
-    count();
-    return __libc_memalign(alignment, size);
+  count();
+  return __libc_memalign(alignment, size);
 }
 
 void *aligned_alloc(size_t alignment, size_t size) {
-    count();
-    return __libc_memalign(alignment, size);
+  count();
+  return __libc_memalign(alignment, size);
 }
 
 int posix_memalign(void **result, size_t alignment, size_t size) {
-    if (alignment < sizeof(void *) || (alignment & (alignment - 1)) != 0) return EINVAL;
-    count();
-    void *memory = __libc_memalign(alignment, size);
-    if (memory == NULL) return ENOMEM;
-    *result = memory;
-    return 0;
+  if (alignment < sizeof(void *) || (alignment & (alignment - 1)) != 0) return EINVAL;
+  count();
+  void *memory = __libc_memalign(alignment, size);
+  if (memory == NULL) return ENOMEM;
+  *result = memory;
+  return 0;
 }

@@ -39,7 +39,9 @@ static void put(int32_t dtype, void *to, int i, int32_t k) {
 
 /* ---- the hash: FNV-1a over bytes, numbers as little-endian bit patterns ------------------------------------------ */
 
-static uint64_t add_byte(uint64_t hash, unsigned byte) { return (hash ^ byte) * 1099511628211ULL; }
+static uint64_t add_byte(uint64_t hash, unsigned byte) {
+  return (hash ^ byte) * 1099511628211ULL;
+}
 
 static uint64_t add_bits(uint64_t hash, uint64_t bits, int bytes) {
   int i;

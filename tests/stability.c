@@ -99,7 +99,8 @@ int main(int argc, char **argv) {
   if (!(correlated || steady || outliers || strcmp(scenario, "floor") == 0)) fail("usage", 0);
   outputs = atoi(argv[4]) == 2 ? 2 : 1;
   kbt_config_default(&cfg, D, outputs);
-  cfg.covariance = strcmp(argv[2], "full") == 0 ? KBT_FULL : (strcmp(argv[2], "neuron") == 0 ? KBT_NEURON : KBT_DIAGONAL);
+  cfg.covariance =
+      strcmp(argv[2], "full") == 0 ? KBT_FULL : (strcmp(argv[2], "neuron") == 0 ? KBT_NEURON : KBT_DIAGONAL);
   cfg.layers = atoi(argv[3]);
   updates = atol(argv[5]);
   if (cfg.layers == 2) {
