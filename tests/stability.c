@@ -4,11 +4,11 @@
  *
  * Writes the final states to <file>.float32 and <file>.float64. Fails at the first update that is refused or gives a
  * non-finite result, and when it finds a non-finite mean or a negative or non-finite factor (looked for every 1000
- * updates). The target is linear in h, with noise of the variance R that the head is told. Scenarios:
- *   correlated  inputs that are one signal with small differences, after a ReLU; R = 1e-6
- *   steady      always the same input; R = 1e-2, forgetting 0.999
- *   floor       R = 0, which the core raises to its floor
- *   outliers    every 100th target is off by 10^6; R = 1e-2
+ * updates). Prints the average NIS of the float32 head. The target is linear in h, with noise of the variance R that
+ * the head is told. Scenarios: plain       nothing else; R = 1e-2 drift       the truth walks; R = 1e-2, forgetting
+ * 0.99 correlated  inputs that are one signal with small differences, after a ReLU; R = 1e-6 steady      always the
+ * same input; R = 1e-2, forgetting 0.999 floor       R = 0, which the core raises to its floor outliers    every 100th
+ * target is off by 10^6; R = 1e-2
  */
 #include <math.h>
 #include <stdint.h>
@@ -45,7 +45,7 @@ static kbt_head *make(const kbt_config *cfg) {
   return head;
 }
 
-static void learn(kbt_head *head, int single, const double *h, const double *y, long update) {
+static double learn(kbt_head *head, int single, const double *h, const double *y, long update) {
   float h32[D], y32[OUTPUTS];
   kbt_result result;
   int i;
@@ -55,6 +55,7 @@ static void learn(kbt_head *head, int single, const double *h, const double *y, 
     fail("kbt_update refused", update);
   }
   if (!isfinite(result.nis) || !isfinite(result.log_likelihood)) fail("result is not finite", update);
+  return result.nis;
 }
 
 static void check(const kbt_head *head, const kbt_config *cfg, int single, long update) {
@@ -88,15 +89,17 @@ static void save(const kbt_head *head, const char *file, const char *suffix) {
 }
 
 int main(int argc, char **argv) {
-  static const double truth[OUTPUTS][D] = {{1.0, 0.5, -0.75, 0.25}, {-0.5, 0.25, 1.0, 0.75}};
+  double truth[OUTPUTS][D] = {{1.0, 0.5, -0.75, 0.25}, {-0.5, 0.25, 1.0, 0.75}};
   const char *scenario = argc == 7 ? argv[1] : "";
   const int correlated = strcmp(scenario, "correlated") == 0, steady = strcmp(scenario, "steady") == 0,
-            outliers = strcmp(scenario, "outliers") == 0;
+            outliers = strcmp(scenario, "outliers") == 0, drift = strcmp(scenario, "drift") == 0,
+            plain = strcmp(scenario, "plain") == 0;
   kbt_config cfg;
   kbt_head *single, *twice;
+  double nis = 0.0;
   long update, updates;
   int i, o, outputs;
-  if (!(correlated || steady || outliers || strcmp(scenario, "floor") == 0)) fail("usage", 0);
+  if (!(correlated || steady || outliers || drift || plain || strcmp(scenario, "floor") == 0)) fail("usage", 0);
   outputs = atoi(argv[4]) == 2 ? 2 : 1;
   kbt_config_default(&cfg, D, outputs);
   cfg.covariance =
@@ -108,8 +111,9 @@ int main(int argc, char **argv) {
     cfg.widths[2] = outputs;
     cfg.prior_var[0] = 1e-5;
   }
-  cfg.noise_var = correlated ? 1e-6 : (steady || outliers ? 1e-2 : 0.0);
+  cfg.noise_var = correlated ? 1e-6 : (strcmp(scenario, "floor") == 0 ? 0.0 : 1e-2);
   if (steady) cfg.forgetting = 0.999;
+  if (drift) cfg.forgetting = 0.99;
   cfg.dtype = KBT_FLOAT32;
   single = make(&cfg);
   cfg.dtype = KBT_FLOAT64;
@@ -123,20 +127,24 @@ int main(int argc, char **argv) {
       h[i] = correlated ? common + own / 64.0 : own;
       if (correlated && h[i] < 0.0) h[i] = 0.0;
       if (steady) h[i] = 0.25 * (i + 1);
-      for (o = 0; o < OUTPUTS; ++o) y[o] += truth[o][i] * h[i];
+      for (o = 0; o < OUTPUTS; ++o) {
+        if (drift) truth[o][i] += 1e-3 * (uniform() - 1e-2 * truth[o][i]);
+        y[o] += truth[o][i] * h[i];
+      }
     }
     for (o = 0; o < OUTPUTS; ++o) {
       y[o] += uniform() * sqrt(3.0 * cfg.noise_var);
       if (outliers && update % 100 == 0) y[o] += update % 200 == 0 ? 1e6 : -1e6;
       y[o] = (double)(float)y[o]; /* the same target for both */
     }
-    learn(single, 1, h, y, update);
+    nis += learn(single, 1, h, y, update);
     learn(twice, 0, h, y, update);
     if (update % CHECK_EVERY == 0 || update == updates) {
       check(single, &cfg, 1, update);
       check(twice, &cfg, 0, update);
     }
   }
+  printf("%.9g\n", nis / (double)updates);
   save(single, argv[6], "float32");
   save(twice, argv[6], "float64");
   return 0;

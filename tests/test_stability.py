@@ -1,4 +1,7 @@
-"""A million float32 updates end where float64 ends, with nothing non-finite and no negative variance on the way."""
+"""A million float32 updates end where float64 ends, with nothing non-finite and no negative variance on the way.
+
+Where the model is right, the average NIS is that of a consistent filter.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from cabi import TESTS, LayerState, build_with_installed, compiler, parse_state,
 
 pytestmark = pytest.mark.host_only("millions of updates, too many to emulate; the board learns the same bits")
 
-SCENARIOS = ("correlated", "steady", "floor", "outliers")
+SCENARIOS = ("plain", "correlated", "steady", "drift", "floor", "outliers")
+CORRECT = ("plain", "correlated")  # the head is told the truth: one linear layer, and the noise as it is
 UPDATES = 1_000_000
 # (covariance, layers, outputs, updates): heads 4 -> outputs and 4 -> 8 -> outputs. `full` costs most and runs less.
 HEADS = [
@@ -53,16 +57,27 @@ def build(folder: Path) -> Path | None:
     return build_with_installed(cc, TESTS / "stability.c", folder / "stability") if cc else None
 
 
-def simulate(driver: Path, scenario: str, covariance: str, layers: int, outputs: int, updates: int) -> list[Layer]:
+@dataclass
+class Found:
+    layers: list[Layer]
+    nis: float  # average of the float32 head, for each output
+    spread: float  # standard deviation of that average if the filter is consistent
+
+    def consistent(self) -> bool:
+        return abs(self.nis - 1) <= 5 * self.spread
+
+
+def simulate(driver: Path, scenario: str, covariance: str, layers: int, outputs: int, updates: int) -> Found:
     """Runs one scenario. Raises if the driver met anything refused, non-finite or negative."""
     file = driver.with_name(f"{scenario}-{covariance}-{layers}-{outputs}")
-    run(driver, scenario, covariance, layers, outputs, updates, file)
+    nis = float(run(driver, scenario, covariance, layers, outputs, updates, file)) / outputs
     single, double = (parse_state(Path(f"{file}.{dtype}").read_bytes()) for dtype in ("float32", "float64"))
     assert single.samples == double.samples == updates
-    return [
+    found = [
         Layer((trace(a), trace(b)), (logdet(a), logdet(b)), float(a.D.min()))
         for a, b in zip(single.layers, double.layers, strict=True)
     ]
+    return Found(found, nis, float(np.sqrt(0.8 / (updates * outputs))))  # Var of e²/R for uniform noise: 9/5 - 1
 
 
 def trace(layer: LayerState) -> float:
@@ -74,7 +89,7 @@ def logdet(layer: LayerState) -> float:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Layer]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Found]:
     driver = build(tmp_path_factory.mktemp("stability"))
     if driver is None:
         pytest.skip("no C compiler")
@@ -83,10 +98,20 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Layer]]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:4])))
-def test_float32_ends_where_float64_ends(case: Case, results: dict[Case, list[Layer]]) -> None:
-    for i, layer in enumerate(results[case]):
+def test_float32_ends_where_float64_ends(case: Case, results: dict[Case, Found]) -> None:
+    for i, layer in enumerate(results[case].layers):
         print(f"{' '.join(map(str, case))} layer {i}: {layer}")
         assert layer.smallest >= 0
         assert np.isfinite([*layer.trace, *layer.logdet]).all()
         if case[:4] != SENSITIVE:
             assert layer.agrees()
+
+
+@pytest.mark.parametrize("scenario", CORRECT)
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_correct_model_has_the_nis_of_a_consistent_filter(
+    scenario: str, outputs: int, results: dict[Case, Found]
+) -> None:
+    found = results[scenario, "neuron", 1, outputs, UPDATES]
+    print(f"average NIS {found.nis:.5f}, {(found.nis - 1) / found.spread:+.1f} standard deviations")
+    assert found.consistent()

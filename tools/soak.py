@@ -3,7 +3,8 @@
     python tools/soak.py [--updates 10000000] [--scenario NAME ...]
 
 Runs every scenario in float32 and float64 side by side and prints how far they end apart. Exits with 1 when a run met
-anything refused, non-finite or negative, or ended more than 5 % from its float64 twin.
+anything refused, non-finite or negative, ended more than 5 % from its float64 twin, or has an average NIS outside its
+band although its model is correct.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from test_stability import HEADS, SCENARIOS, SENSITIVE, build, simulate
+from test_stability import CORRECT, HEADS, SCENARIOS, SENSITIVE, build, simulate
 
 
 def main() -> int:
@@ -47,11 +48,13 @@ def main() -> int:
         except RuntimeError as error:
             failed = True
             return [f"{title}: {error}"]
-        apart = case != SENSITIVE and not all(layer.agrees() for layer in found)
-        failed |= apart
-        verdict = "APART" if apart else "ok"
+        apart = case != SENSITIVE and not all(layer.agrees() for layer in found.layers)
+        inconsistent = scenario in CORRECT and layers == 1 and not found.consistent()
+        failed |= apart or inconsistent
+        verdict = "APART" if apart else "INCONSISTENT" if inconsistent else "ok"
         lines = [f"{title}: {verdict}, {arguments.updates} updates twice in {time.monotonic() - start:.0f} s"]
-        return lines + [f"    layer {i}: {layer}" for i, layer in enumerate(found)]
+        lines.append(f"    average NIS {found.nis:.5f} ({(found.nis - 1) / found.spread:+.1f} standard deviations)")
+        return lines + [f"    layer {i}: {layer}" for i, layer in enumerate(found.layers)]
 
     with tempfile.TemporaryDirectory() as folder:
         driver = build(Path(folder))
