@@ -393,6 +393,8 @@ def _bounded_arena(ort: Any) -> bool:
 
 
 def _import(name: str) -> Any:
+    if name == "onnxruntime":  # its threads would report to its maker over the network, from within a control loop
+        os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -237,6 +237,18 @@ def test_a_trunk_that_grows_without_end_is_not_compiled(tmp_path: Path) -> None:
         kbt.Trunk(growing(20), backend="compiled", cache_dir=tmp_path)
 
 
+@pytest.mark.parametrize("chosen", [None, "0"])
+def test_onnxruntime_is_told_not_to_report_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    pytest.importorskip("onnxruntime", reason="it is what is told")
+    monkeypatch.setenv("ORT_DISABLE_TELEMETRY", chosen or "")
+    if chosen is None:
+        monkeypatch.delenv("ORT_DISABLE_TELEMETRY")
+    kbt.Trunk(GOOD, backend="onnxruntime")
+    assert os.environ["ORT_DISABLE_TELEMETRY"] == (chosen or "1")
+
+
 def test_a_trunk_with_a_loop_is_refused() -> None:
     with pytest.raises(BundleError, match="got a Loop"):
         kbt.Trunk(onnx_file(node("Loop", ["", "", "x"], "h")))
