@@ -56,7 +56,7 @@ def test_the_logs_replay_to_the_same_bits_on_aarch64(tmp_path: Path) -> None:
     missing = [tool for tool in (cxx, cc, qemu) if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    objects = [build_core(cxx, ("-O1",), tmp_path / f"{name}.o", f"{name}.cpp") for name in ("kbt", "kbt_flight")]
+    objects = [build_core(cxx, ("-O0",), tmp_path / f"{name}.o", f"{name}.cpp") for name in ("kbt", "kbt_flight")]
     options = ("-std=c99", "-O1", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-static", f"-I{CSRC}")
     run(cc, *options, TESTS / "replay_log.c", *objects, "-lm", "-o", tmp_path / "replay_log")
     files = [LOGS / f"{name}.kbtf" for name in EXPECTED["logs"]]
