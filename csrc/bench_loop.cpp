@@ -62,18 +62,22 @@ bool set_flush_to_zero(bool on) {
 #endif
 }
 
-void Recorder::pace(std::uint64_t epoch_ns, std::uint64_t period_ns) {
+void Recorder::pace(std::uint64_t epoch_ns, std::uint64_t period_ns, std::uint64_t spin_ns) {
   next_release_ = epoch_ns;
   period_ = period_ns;
+  spin_ = spin_ns;
 }
 
 void Recorder::wait() {
-  timespec release{};
-  release.tv_sec = static_cast<time_t>(next_release_ / 1000000000u);
-  release.tv_nsec = static_cast<long>(next_release_ % 1000000000u);
-  next_release_ += period_;
-  while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &release, nullptr) == EINTR) {
+  const std::uint64_t wake = next_release_ - spin_;
+  timespec until{};
+  until.tv_sec = static_cast<time_t>(wake / 1000000000u);
+  until.tv_nsec = static_cast<long>(wake % 1000000000u);
+  while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, nullptr) == EINTR) {
   }
+  while (spin_ != 0 && monotonic_ns() < next_release_) {
+  }
+  next_release_ += period_;
 }
 
 namespace {

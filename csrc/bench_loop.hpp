@@ -35,15 +35,16 @@ class Recorder {
   std::size_t used() const { return used_; }
 
   // Release k of the loop is at epoch + k * period, whatever happened to the ones before.
-  void pace(std::uint64_t epoch_ns, std::uint64_t period_ns);
-  // Sleep until the next release. The interval before the reading that follows is the delay of that release.
+  void pace(std::uint64_t epoch_ns, std::uint64_t period_ns, std::uint64_t spin_ns);
+  // Sleep until spin_ns before the next release, and be busy until it comes. The interval before the reading that
+  // follows is the delay of that release.
   void wait();
 
  private:
   std::vector<std::uint64_t> stamps_;
   std::size_t used_ = 0;
   bool use_counter_;
-  std::uint64_t next_release_ = 0, period_ = 0;
+  std::uint64_t next_release_ = 0, period_ = 0, spin_ = 0;
 };
 
 // One step of a control loop, cut into its stages. A stage returns 0, or a status that ends the loop.

@@ -160,13 +160,14 @@ def test_an_interval_lies_between_the_intervals_inside_and_around_it(clock: str 
     assert 0.999 * inner <= told <= 1.001 * outer
 
 
-def test_no_release_comes_early_and_a_stalled_loop_is_late_for_all_it_missed() -> None:
+@pytest.mark.parametrize("spin", [0, 300_000])
+def test_no_release_comes_early_and_a_stalled_loop_is_late_for_all_it_missed(spin: int) -> None:
     """The recorder itself, with a step that once takes 60 ms: whatever else this machine does, 58 releases are late."""
     period, steps = 1_000_000, 150
     recorder = _core.Recorder(2 * steps, False)
     wait, mark = recorder.wait, recorder.mark
     epoch = time.monotonic_ns() + 5_000_000
-    recorder.pace(epoch, period)
+    recorder.pace(epoch, period, spin)
     for k in range(steps):
         wait()
         mark()
@@ -258,7 +259,7 @@ count = ctypes.CDLL(None).alloc_count
 head = Head(np.ones((1, 4)), hidden=(8,))
 loop = _core.Loop(head._core, 1, np.ones((4, 4), np.float32), np.ones((4, 1), np.float32))
 recorder = _core.Recorder(100_000, True)
-recorder.pace(1, 1)
+recorder.pace(1, 1, 0)
 mark, wait = recorder.mark, recorder.wait
 def times(n):
     loop.stages(0, n, 1, 1, recorder)
@@ -529,7 +530,7 @@ def test_unknown_axes_are_refused() -> None:
 
 
 def bench(capsys: pytest.CaptureFixture[str], bundle: Path, out: Path, *more: str) -> tuple[str, dict[str, Any]]:
-    paced = ("--rate", "1000", "--duration", "0.1", "--deadline-ms", "2")
+    paced = ("--rate", "1000", "--duration", "0.1", "--deadline-ms", "2", "--spin", "100")
     code, text, err = call(capsys, "bench", str(bundle), "--steps", "1000", "--out", str(out), *paced, *more)
     assert (code, err) == (0, "")
     return text, json.loads((out / "bench.json").read_text())
@@ -600,6 +601,8 @@ def test_token_models_are_measured_too(tmp_path: Path, capsys: pytest.CaptureFix
         (["--rate", "nan"], "--rate"),
         (["--rate", "100000", "--duration", "3600"], "releases"),
         (["--deadline-ms", "5"], "--rate"),
+        (["--spin", "5"], "--rate"),
+        (["--rate", "1000", "--spin", "1001"], "--spin"),
         (["--fifo", "100"], "--fifo"),
         (["--sweep", "width"], "width"),
         (["--compare", "one.json"], "two"),

@@ -33,6 +33,7 @@ class Bench:
         add("--deadline-ms", type=float, metavar="MS", help="of a paced step, from its release (default: its period)")
         add("--duration", type=float, default=30.0, metavar="S", help="seconds of each paced loop (default 30)")
         add("--loop", choices=("both", "c", "python"), default="both", help="which paced loop to run (default: both)")
+        add("--spin", type=float, default=0.0, metavar="US", help="be awake for so long before each release")
         add("--fifo", type=int, metavar="PRIO", help="real-time priority, 1..99")
         add("--cpu", type=int, metavar="N", help="stay on this core")
         add("--ftz", action="store_true", help="flush denormal numbers to zero (changes bits)")
@@ -67,10 +68,10 @@ class Bench:
             if options.rate is not None:
                 deadline = 1e3 / options.rate if options.deadline_ms is None else options.deadline_ms
                 loops = ("c", "python") if options.loop == "both" else (options.loop,)
-                figures = []
+                figures, spin_ns = [], round(1e3 * options.spin)
                 for loop in loops:
                     row, jitter, response = paced(
-                        work, harness, loop, options.rate, 1e6 * deadline, options.duration, live
+                        work, harness, loop, options.rate, 1e6 * deadline, options.duration, spin_ns, live
                     )
                     figures.append(row)
                     traces.append(pictures.Trace(loop, jitter, response))
@@ -78,6 +79,7 @@ class Bench:
                     "rate_hz": options.rate,
                     "deadline_ms": deadline,
                     "duration_s": options.duration,
+                    "spin_us": options.spin,
                     "whole": work.whole,
                     "loops": figures,
                 }
@@ -108,6 +110,9 @@ def _check(options: argparse.Namespace) -> None:
     within("--fifo", options.fifo, 1, 99)
     within("--cpu", options.cpu, 0, 4095)
     within("--seed", options.seed, 0, 2**63)
+    within("--spin", options.spin, 0, 1e6 / (options.rate or 0.1))
+    if options.rate is None and options.spin:
+        raise RangeError("--spin: expected together with --rate, got no rate")
     if options.rate is None and options.deadline_ms is not None:
         raise RangeError("--deadline-ms: expected together with --rate, got no rate")
     if options.rate is not None and options.rate * options.duration > _MAX_RELEASES:

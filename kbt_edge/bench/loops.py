@@ -167,9 +167,13 @@ def paced(
     rate_hz: float,
     deadline_ns: float,
     duration_s: float,
+    spin_ns: int,
     progress: Progress,
 ) -> tuple[dict[str, Any], Nanoseconds, Nanoseconds]:
     """A control loop: released on absolute times, ``rate_hz`` a second. Returns figures, release jitter and response.
+
+    It sleeps until ``spin_ns`` before a release and is busy until it comes: awake, the core has left its power saving
+    behind when the step starts.
 
     Once a second, between two steps, it looks for Ctrl-C and shows progress; what that delays counts like any delay.
     """
@@ -182,7 +186,7 @@ def paced(
         _warm(work, loop)
     used = _Usage()
     epoch = time.monotonic_ns() + 2 * period + 10_000_000
-    recorder.pace(epoch, period)
+    recorder.pace(epoch, period, spin_ns)
     with used.counting():
         for first in range(0, steps, at_a_time):
             progress(f"paced, {loop}: {first * period / 1e9:.0f} of {steps * period / 1e9:.0f} s")

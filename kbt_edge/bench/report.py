@@ -120,8 +120,8 @@ def _paced(part: Mapping[str, Any]) -> str:
             f"<span class={mood}>{missed} of {steps} deadlines missed</span>{run}{steadiness}; "
             f"the kernel took the core away {loop['involuntary_switches']} times</p>"
         )
-    title = f"Paced: {part['rate_hz']:g} Hz for {part['duration_s']:g} s, deadline {part['deadline_ms']:g} ms"
-    return f"<h2>{title}</h2>{_table(['', *tables.COLUMNS.values()], rows)}{''.join(verdicts)}"
+    title = tables.paced_title(part)
+    return f"<h2>{title[0].upper()}{title[1:]}</h2>{_table(['', *tables.COLUMNS.values()], rows)}{''.join(verdicts)}"
 
 
 def _sweep(part: Mapping[str, Any], picture: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from kbt_edge.bench.figures import duration
 
-__all__ = ["COLUMNS", "LOOPS", "STAGES", "board_lines", "harness_lines", "setting_lines", "text"]
+__all__ = ["COLUMNS", "LOOPS", "STAGES", "board_lines", "harness_lines", "paced_title", "setting_lines", "text"]
 
 COLUMNS: Final = {"p50": "p50", "p90": "p90", "p99": "p99", "p99_9": "p99.9", "max": "max"}
 LOOPS: Final = {"c": "C loop, no Python", "python": "Python loop"}
@@ -110,9 +110,13 @@ def _back_to_back(part: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def paced_title(part: Mapping[str, Any]) -> str:
+    awake = f", awake {part['spin_us']:g} µs before each release" if part.get("spin_us") else ""
+    return f"paced, {part['rate_hz']:g} Hz for {part['duration_s']:g} s, deadline {part['deadline_ms']:g} ms{awake}"
+
+
 def _paced(part: Mapping[str, Any]) -> list[str]:
-    title = f"paced, {part['rate_hz']:g} Hz for {part['duration_s']:g} s, deadline {part['deadline_ms']:g} ms"
-    lines = [_header(title)]
+    lines = [_header(paced_title(part))]
     for loop in part["loops"]:
         lines.append(
             LOOPS[loop["loop"]] + ("" if part["whole"] or loop["loop"] == "python" else " (head only, from h)")
