@@ -1,4 +1,5 @@
-/* kbt.h - a Bayesian MLP head that learns sample by sample in fixed memory. C99, the only public header.
+/* kbt.h - a Bayesian MLP head that learns sample by sample in fixed memory. C99. Beside it stand kbt_mailbox.h
+ * (threads), kbt_flight.h (flight recorder) and kbt_store.h (flash memory).
  *
  * The head replaces the readout of a frozen network. `kbt_predict` gives a mean with its covariance, `kbt_update` (or
  * `kbt_observe`, right after a prediction) learns one sample in closed form. The caller owns all memory: ask

@@ -25,10 +25,13 @@ static uint64_t *noted; /* by the number of updates */
 static atomic_long torn;
 static atomic_int learning;
 
+static void *owned[2 + 2 * READERS]; /* freed at the end */
+static int owned_count;
+
 static void *aligned(size_t bytes) {
-  void *memory = NULL;
-  if (posix_memalign(&memory, KBT_ARENA_ALIGN, bytes) != 0) abort();
-  return memory;
+  void **memory = &owned[owned_count++];
+  if (posix_memalign(memory, KBT_ARENA_ALIGN, bytes) != 0) abort();
+  return *memory;
 }
 
 static kbt_head *new_head(void) {
@@ -184,5 +187,7 @@ int main(int argc, char **argv) {
       "\"writing_us\": [%.2f, %.2f]}\n",
       2 * READERS * calls, (unsigned long long)kbt_samples(head), versions, (long)torn, alone[0], alone[1], writing[0],
       writing[1]);
+  while (owned_count > 0) free(owned[--owned_count]);
+  free(noted);
   return torn != 0;
 }
