@@ -478,6 +478,17 @@ def test_a_missing_tool_is_named_and_auto_falls_back(
 
 
 @needs_build
+def test_a_generator_that_cannot_be_imported_is_named_and_auto_falls_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "emx_onnx_cgen.compiler", None)
+    data = mlp().SerializeToString()
+    with pytest.raises(BackendError, match="is installed, but cannot be imported"):
+        Trunk(data, backend="compiled", cache_dir=tmp_path / "cache")
+    assert Trunk(data, cache_dir=tmp_path / "cache").backend == "onnxruntime"
+
+
+@needs_build
 @pytest.mark.parametrize("message", HIDE)
 def test_a_library_in_the_cache_needs_neither_generator_nor_compiler(
     message: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
