@@ -1,9 +1,10 @@
 """pytest plugin of tools/wheel.py: leaves out what need not be emulated, and says how much, and why.
 
-Tests marked ``host_only`` are always left out. ``--quick`` also leaves out those marked ``long``, and runs two
-configurations of a test function that has more: all were proven on the host, and a board that computes the same bits
-fails in many or in none. It does not even import a file whose tests are all ``host_only``, and names the file
-instead of counting them. ``--part I/N`` takes the I-th of N shares of the test files, for N processes.
+Tests marked ``host_only`` are always left out. ``--quick`` also leaves out those marked ``long``, but for one
+configuration of several, and of any other test function it runs six configurations at most: all were proven on the
+host, and a board that computes the same bits fails in many or in none. It does not import a file marked as a whole,
+and names the file instead of counting its tests.
+``--part I/N`` takes the I-th of N shares of the test files, for N processes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-FEW = 2
+FEW = 6
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it, without their whole part, lie far from each other
 LEFT_OUT: Counter[str] = Counter()
 LEFT_OUT_FILES: dict[str, str] = {}
@@ -32,19 +33,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     files = sorted(collection_path.parent.glob("test_*.py"), key=lambda file: (-file.stat().st_size, file.name))
     if files.index(collection_path) % parts != part - 1:
         return True
-    if config.getoption("--quick") and (reason := host_only_file(collection_path)):
+    if config.getoption("--quick") and (reason := left_out_file(collection_path)):
         LEFT_OUT_FILES[collection_path.name] = reason
         return True
     return None
 
 
-def host_only_file(file: Path) -> str | None:
+def left_out_file(file: Path) -> str | None:
     """The reason in the file's ``pytestmark``, if it has one; read, not imported: some imports take long."""
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
             for call in ast.walk(node.value):
                 if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.host_only":
                     return str(ast.literal_eval(call.args[0]))
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.long":
+                    return f"quick: {ast.literal_eval(call.args[0])} (--all runs it)"
     return None
 
 
@@ -54,17 +57,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         configurations[item.location[0], item.name.partition("[")[0]].append(item)
     quick, reasons = config.getoption("--quick"), {}
     for same in configurations.values():
-        few = {int(len(same) * (k * GOLDEN % 1)) for k in range(FEW)} if len(same) > FEW else {0, 1}
+        few = spread(len(same), FEW)
         for number, item in enumerate(same):
             if mark := item.get_closest_marker("host_only"):
                 reasons[item] = str(mark.args[0])
-            elif quick and (mark := item.get_closest_marker("long")):
-                reasons[item] = f"quick: {mark.args[0]} (all: --all)"
+            elif quick and (mark := item.get_closest_marker("long")) and (number or len(same) == 1):
+                reasons[item] = f"quick: {mark.args[0]} (--all runs it)"
             elif quick and number not in few:
-                reasons[item] = f"quick: of a test with more than {FEW} configurations, {FEW} ran (all: --all)"
+                reasons[item] = f"quick: of more than {FEW} configurations, {FEW} ran (--all runs them)"
     LEFT_OUT.update(reasons.values())
     config.hook.pytest_deselected(items=list(reasons))
     items[:] = [item for item in items if item not in reasons]
+
+
+def spread(count: int, few: int) -> set[int]:
+    """All numbers below ``count``, or so few of them, far from each other."""
+    return {int(count * (k * GOLDEN % 1)) for k in range(few)} if count > few else set(range(count))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -58,6 +58,7 @@ class Board:
     wheels: tuple[str, ...]  # beside the package: what its tests need
     extras: str
     cpuinfo: str
+    flags: str = ""  # for the C++ compiler
 
 
 BOARDS = {
@@ -99,6 +100,8 @@ BOARDS = {
             wheels=("pytest>=8", "mpmath>=1.3"),
             extras="[codegen]",
             cpuinfo="",
+            # As gcc does; or the two copies of the core, each with its AVX2 engine, make the wheel larger than a megabyte.
+            flags="-fno-unroll-loops",
         ),
     )
 }
@@ -278,8 +281,12 @@ chmod +x "$program"
             f"-DCMAKE_TOOLCHAIN_FILE={CHECKOUT}/cmake/board.cmake",
             f"-DKBT_MACHINE={board.machine}",
             f"-DPython_INCLUDE_DIR={headers}/python{self.version}",
-            f"-DCMAKE_CXX_FLAGS='-idirafter {headers}'",  # Debian has pyconfig.h there; zig's C headers come first
+            # Debian has pyconfig.h there; zig's C headers come first.
+            f"-DCMAKE_CXX_FLAGS='-idirafter {headers} {board.flags}'",
         ]
+        if not board.qemu:  # zig's run time does not tell what the processor can do, and the AVX2 engine asks
+            libgcc = run(self.compiler_here(), "-print-libgcc-file-name").strip()
+            arguments += [f"-DCMAKE_{kind}_LINKER_FLAGS={libgcc}" for kind in ("SHARED", "MODULE")]
         environment = {
             **os.environ,
             "PATH": f"{self.venv}/bin:{os.environ['PATH']}",
@@ -389,10 +396,14 @@ chmod +x "$program"
         print(f"state after {UPDATES} updates: {board.split()[-1]} on {self.board.machine}, {machine.split()[-1]} here")
         return board == machine
 
-    def hashes_here(self, options: list[str], source: Path) -> str:
+    def compiler_here(self) -> str:
         compiler = shutil.which("c++")
         if compiler is None:
             raise StepError("needs a C++ compiler of this machine, to compare the bits")
+        return compiler
+
+    def hashes_here(self, options: list[str], source: Path) -> str:
+        compiler = self.compiler_here()
         files = sorted([*CHECKOUT.glob("csrc/*"), source])
         with once(self.cache / "here", [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]) as folder:
             if folder:
