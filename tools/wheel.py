@@ -100,7 +100,7 @@ BOARDS = {
             wheels=("pytest>=8", "mpmath>=1.3"),
             extras="[codegen]",
             cpuinfo="",
-            # As gcc does; or the two copies of the core, each with its AVX2 engine, make the wheel larger than a megabyte.
+            # As gcc does; or the two copies of the core, each with an AVX2 engine, make the wheel exceed a megabyte.
             flags="-fno-unroll-loops",
         ),
     )
