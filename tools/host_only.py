@@ -1,9 +1,8 @@
 """pytest plugin of tools/wheel.py: leaves out what need not be emulated, and says how much, and why.
 
-Tests marked ``host_only`` are always left out. ``--quick`` also leaves out those marked ``long``, but for one
-configuration of several, and of any other test function it runs six configurations at most: all were proven on the
-host, and a board that computes the same bits fails in many or in none. It does not import a file marked as a whole,
-and names the file instead of counting its tests.
+Tests marked ``host_only`` are always left out. ``--quick`` also leaves out those marked ``long``, and of any other test
+function it runs three configurations at most: all were proven on the host, and a board that computes the same bits
+fails in many or in none. A file marked as a whole is not imported, but named, and its tests are not counted.
 ``--part I/N`` takes the I-th of N shares of the test files, for N processes.
 """
 
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-FEW = 6
+FEW = 3
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it, without their whole part, lie far from each other
 LEFT_OUT: Counter[str] = Counter()
 LEFT_OUT_FILES: dict[str, str] = {}
@@ -61,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for number, item in enumerate(same):
             if mark := item.get_closest_marker("host_only"):
                 reasons[item] = str(mark.args[0])
-            elif quick and (mark := item.get_closest_marker("long")) and (number or len(same) == 1):
+            elif quick and (mark := item.get_closest_marker("long")):
                 reasons[item] = f"quick: {mark.args[0]} (--all runs it)"
             elif quick and number not in few:
                 reasons[item] = f"quick: of more than {FEW} configurations, {FEW} ran (--all runs them)"
