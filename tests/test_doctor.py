@@ -66,6 +66,7 @@ def can_run_a_trunk() -> bool:
     return bool(find_spec("onnxruntime") or generator)
 
 
+@pytest.mark.long("compiles trunks, which takes long under emulation")
 def test_the_doctor_says_whether_this_machine_can_do_the_main_job(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
