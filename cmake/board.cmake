@@ -1,4 +1,4 @@
-# Toolchain of tools/arm_wheel.py: KBT_MACHINE is what `uname -m` says on the board, CC and CXX in the environment are
+# Toolchain of tools/wheel.py: KBT_MACHINE is what `uname -m` says on the board, CC and CXX in the environment are
 # compilers for it.
 set(CMAKE_TRY_COMPILE_PLATFORM_VARIABLES KBT_MACHINE)
 set(CMAKE_SYSTEM_NAME Linux)

@@ -201,8 +201,11 @@ def generate_c(data: bytes, model: OnnxModel, name: str = "trunk") -> str:
     _generator_version()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        onnx: Any = importlib.import_module("onnx")
-        compiler: Any = importlib.import_module("emx_onnx_cgen.compiler")
+        try:
+            onnx: Any = importlib.import_module("onnx")
+            compiler: Any = importlib.import_module("emx_onnx_cgen.compiler")
+        except ImportError as error:  # such as a distribution's onnx that is too old for the generator
+            raise BackendError(f"{GENERATOR} is installed, but cannot be imported: {error}") from error
         # Thresholds of 0: temporaries on the stack, weights in the source, never on the heap or in a file beside it.
         options = compiler.CompilerOptions(model_name=name, large_temp_threshold_bytes=0, large_weight_threshold=0)
         try:

@@ -333,6 +333,7 @@ def test_bytes_that_are_no_description_are_refused(folder: Path, text: bytes, me
         bundles.read(folder)
 
 
+@pytest.mark.long("600 damaged bundles")
 def test_no_random_damage_is_read_as_something_else(folder: Path) -> None:
     """Flip, cut and insert bytes in every file: what is still read is what was written, or the text in ``made``."""
     rng = random.Random(1)

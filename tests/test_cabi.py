@@ -684,6 +684,7 @@ int main(void) {
 """
 
 
+@pytest.mark.long("counts the allocations of 90,000 updates, minutes of emulation")
 def test_predict_and_update_allocate_nothing(tmp_path: Path) -> None:
     cc = compiler("cc", "gcc", "clang")
     if cc is None:

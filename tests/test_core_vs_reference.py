@@ -101,6 +101,7 @@ def test_the_grid_is_as_large_as_promised() -> None:
 
 
 @pytest.mark.parametrize("case", GRID, ids=name)
+@pytest.mark.long("runs the NumPy reference beside the core, seconds for each configuration")
 def test_core_equals_reference_in_both_precisions(case: dict[str, object]) -> None:
     double, single = run(case, {})
     assert double < 1e-9

@@ -230,6 +230,7 @@ def test_predict_never_changes_the_state_and_repeats_itself(settings: dict[str, 
 @pytest.mark.parametrize("covariance", ["full", "neuron", "diagonal"])
 @pytest.mark.parametrize("hidden", [(), (8,)])
 @pytest.mark.parametrize("data_var", [10.0, 20.0, 50.0])
+@pytest.mark.long("thousands of updates for each configuration")
 def test_under_replace_the_predictive_variance_becomes_that_of_the_data(
     data_var: float, hidden: tuple[int, ...], covariance: str
 ) -> None:
@@ -247,6 +248,7 @@ def test_under_replace_the_predictive_variance_becomes_that_of_the_data(
 
 @pytest.mark.parametrize("hidden", [(), (12,)])
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.long("thousands of updates for each configuration")
 def test_forgetting_tracks_a_drifting_target(seed: int, hidden: tuple[int, ...]) -> None:
     error = {}
     for forgetting in (1.0, 0.97):

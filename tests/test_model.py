@@ -388,6 +388,7 @@ def test_a_model_says_what_it_is() -> None:
     importlib.util.find_spec("emx_onnx_cgen") is None or shutil.which(os.environ.get("CC", "cc")) is None,
     reason="a compiled trunk needs emx-onnx-cgen and a C compiler",
 )
+@pytest.mark.long("compiles trunks, which takes long under emulation")
 def test_both_backends_learn_the_same(tmp_path: Path) -> None:
     make_model().save(tmp_path / "b")
     models = [
@@ -531,6 +532,7 @@ def test_loading_says_which_backend_it_could_not_have(folder: Path) -> None:
     [lambda: make_model(head=make_head(dtype="float32")), lambda: Model.load("cartpole")],
     ids=["made", "shipped"],
 )
+@pytest.mark.long("compiles trunks, which takes long under emulation")
 def test_the_short_way_and_the_long_way_agree(make: Callable[[], Model]) -> None:
     """Plain arrays take one crossing into C; the long way scales in Python and calls the trunk and the head apart."""
     short, long = make(), make()

@@ -329,6 +329,7 @@ def test_two_thousand_mutated_files_are_refused_or_read() -> None:
     assert sum(isinstance(result, OnnxModel) for result in results) > 200
 
 
+@pytest.mark.long("reads a file again for every bit of it")
 def test_no_flipped_bit_hides_external_data_that_onnx_would_follow() -> None:
     helpers = pytest.importorskip("onnx.external_data_helper", reason="needed to list every tensor of a model")
     compared = 0
@@ -348,6 +349,7 @@ def test_no_flipped_bit_hides_external_data_that_onnx_would_follow() -> None:
     assert compared > 20  # some flips do turn the reference into something harmless
 
 
+@pytest.mark.long("reads a file of megabytes")
 def test_a_repetitive_file_costs_no_more_than_its_size_allows() -> None:
     data = OPSET + field(7, field(1, b"") * 300_000)  # empty nodes of two bytes each
     tracemalloc.start()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cabi import CSRC, TESTS, build_core, installed, run
 
-pytestmark = pytest.mark.host_only("compares compilers of one machine; tools/arm_wheel.py compares the machines")
+pytestmark = pytest.mark.host_only("compares compilers of one machine; tools/wheel.py compares the machines")
 
 UPDATES = 100_000
 COMPILERS = {"gcc": "g++", "clang": "clang++"}

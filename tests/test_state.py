@@ -150,12 +150,14 @@ def refused(blob: bytes, match: str | None = None) -> None:
     assert head.to_bytes() == before
 
 
+@pytest.mark.long("tries every position of a state blob")
 def test_every_truncation_is_refused() -> None:
     blob = make(SMALL).to_bytes()
     for length in range(len(blob)):
         refused(blob[:length])
 
 
+@pytest.mark.long("tries every position of a state blob")
 def test_every_flipped_bit_is_refused() -> None:
     blob = make(SMALL).to_bytes()
     for position in range(len(blob)):
@@ -165,6 +167,7 @@ def test_every_flipped_bit_is_refused() -> None:
             refused(bytes(damaged))
 
 
+@pytest.mark.long("tries every position of a state blob")
 def test_every_byte_turned_to_00_or_ff_is_refused() -> None:
     blob = make(SMALL).to_bytes()
     for position, value in itertools.product(range(len(blob)), (0x00, 0xFF)):

@@ -20,6 +20,8 @@ from kbt_edge.sequence import Sequences
 from kbt_edge.studies import tokens
 from kbt_edge.studies.tokens import END, FIRST, KBT, LETTERS, METHODS, OLD, PAD, REFERENCE, START, Adam, Kbt, Pair, Rule
 
+pytestmark = pytest.mark.long("a study: thousands of updates, and the retraining it is compared with")
+
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 

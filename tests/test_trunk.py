@@ -169,6 +169,7 @@ def test_both_backends_equal_torch_to_1e5(network: str, backend: str, exported: 
     assert worst < 1e-5
 
 
+@pytest.mark.long("compiles trunks, which takes long under emulation")
 def test_named_inputs_of_both_kinds_arrive_in_order(open_trunk: Callable[[Any], Trunk]) -> None:
     trunk = open_trunk(lookup())
     ids, gain = np.array([6, 0, 3, 3, 1]), np.full((5, 3), 2.0)
@@ -182,6 +183,7 @@ def test_named_inputs_of_both_kinds_arrive_in_order(open_trunk: Callable[[Any], 
 @pytest.mark.parametrize(
     ("shape", "output", "rows"), [((4,), (3,), 1), ((1, 4), (1, 3), 1), ((5, 4), (5, 3), 5), ((1, 5, 4), (1, 5, 3), 5)]
 )
+@pytest.mark.long("compiles trunks, which takes long under emulation")
 def test_every_output_layout_becomes_rows_of_width_d(
     shape: tuple[int, ...], output: tuple[int, ...], rows: int, open_trunk: Callable[[Any], Trunk]
 ) -> None:
@@ -227,6 +229,7 @@ def test_it_describes_itself(open_trunk: Callable[[Any], Trunk], backend: str) -
 
 
 @needs_build
+@pytest.mark.long("compiles trunks, which takes long under emulation")
 def test_trunks_of_one_library_run_in_several_threads(cache: Path) -> None:
     data = mlp((5, 4), (5, 3)).SerializeToString()
     wrong: list[int] = []
@@ -478,6 +481,17 @@ def test_a_missing_tool_is_named_and_auto_falls_back(
 
 
 @needs_build
+def test_a_generator_that_cannot_be_imported_is_named_and_auto_falls_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "emx_onnx_cgen.compiler", None)
+    data = mlp().SerializeToString()
+    with pytest.raises(BackendError, match="is installed, but cannot be imported"):
+        Trunk(data, backend="compiled", cache_dir=tmp_path / "cache")
+    assert Trunk(data, cache_dir=tmp_path / "cache").backend == "onnxruntime"
+
+
+@needs_build
 @pytest.mark.parametrize("message", HIDE)
 def test_a_library_in_the_cache_needs_neither_generator_nor_compiler(
     message: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -537,6 +551,7 @@ def compiled_times(notes: Path) -> int:
 
 
 @needs_build
+@pytest.mark.long("compiles trunks, which takes long under emulation")
 def test_a_trunk_is_compiled_once_per_model_compiler_and_flags(
     logging_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -575,6 +590,7 @@ def test_the_default_cache_is_the_users(tmp_path: Path, monkeypatch: pytest.Monk
 
 @needs_build
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty record", "missing library"])
+@pytest.mark.long("compiles trunks, which takes long under emulation")
 def test_a_damaged_library_is_built_again_and_never_loaded(
     damage: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -613,6 +629,7 @@ def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
 
 
 @needs_build
+@pytest.mark.long("compiles trunks, which takes long under emulation")
 def test_builders_that_compile_at_the_same_time_share_one_library(tmp_path: Path) -> None:
     """The compiler of each waits for that of the other, so both are at work when the first one finishes."""
     (tmp_path / "trunk.onnx").write_bytes(mlp().SerializeToString())

@@ -15,6 +15,8 @@ from kbt_edge.errors import RangeError, ShapeError
 from kbt_edge.model import Model
 from kbt_edge.tune import prequential, tune
 
+pytestmark = pytest.mark.long("tries many priors on whole streams")
+
 WEIGHT = np.array([[1.0, -0.5, 0.25]])
 
 

@@ -1,6 +1,6 @@
 """What is in a wheel: the right names for its machine and Python, nothing foreign, nothing that an old board lacks.
 
-Looks at the wheels in ``dist/``, or in the folder that ``KBT_WHEELS`` names; ``tools/arm_wheel.py`` lets every wheel it
+Looks at the wheels in ``dist/``, or in the folder that ``KBT_WHEELS`` names; ``tools/wheel.py`` lets every wheel it
 builds pass here.
 """
 

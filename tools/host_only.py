@@ -1,40 +1,81 @@
-"""pytest plugin of tools/arm_wheel.py: leaves out what need not be emulated, and says how much, and why.
+"""pytest plugin of tools/wheel.py: leaves out what need not be emulated, and says how much, and why.
 
-Tests marked ``host_only`` are left out. With ``--one-in N``, so are all but every N-th configuration of a test function
-that has more than 50: each was proven on the host, and a board that computes the same bits fails in many or in none. An
-N that divides none of a grid's sides, such as 7, still meets every value of every side.
+Tests marked ``host_only`` are always left out. ``--quick`` also leaves out those marked ``long``, and of any other test
+function it runs three configurations at most: all were proven on the host, and a board that computes the same bits
+fails in many or in none. A file marked as a whole is not imported, but named, and its tests are not counted.
+``--part I/N`` takes the I-th of N shares of the test files, for N processes.
 """
 
 from __future__ import annotations
 
+import ast
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 
-MANY = 50
+FEW = 3
+GOLDEN = (5**0.5 - 1) / 2  # multiples of it, without their whole part, lie far from each other
 LEFT_OUT: Counter[str] = Counter()
+LEFT_OUT_FILES: dict[str, str] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--one-in", type=int, default=1, metavar="N", help="of many configurations, run every N-th")
+    parser.addoption("--quick", action="store_true", help="leave out long tests and most of many configurations")
+    parser.addoption("--part", default="1/1", metavar="I/N", help="the I-th of N shares of the test files")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if not collection_path.match("test_*.py"):
+        return None
+    part, parts = map(int, config.getoption("--part").split("/"))
+    files = sorted(collection_path.parent.glob("test_*.py"), key=lambda file: (-file.stat().st_size, file.name))
+    if files.index(collection_path) % parts != part - 1:
+        return True
+    if config.getoption("--quick") and (reason := left_out_file(collection_path)):
+        LEFT_OUT_FILES[collection_path.name] = reason
+        return True
+    return None
+
+
+def left_out_file(file: Path) -> str | None:
+    """The reason in the file's ``pytestmark``, if it has one; read, not imported: some imports take long."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            for call in ast.walk(node.value):
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.host_only":
+                    return str(ast.literal_eval(call.args[0]))
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.long":
+                    return f"quick: {ast.literal_eval(call.args[0])} (--all runs it)"
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     configurations: defaultdict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         configurations[item.location[0], item.name.partition("[")[0]].append(item)
-    one_in, reasons = config.getoption("--one-in"), {}
+    quick, reasons = config.getoption("--quick"), {}
     for same in configurations.values():
+        few = spread(len(same), FEW)
         for number, item in enumerate(same):
             if mark := item.get_closest_marker("host_only"):
                 reasons[item] = str(mark.args[0])
-            elif len(same) > MANY and number % one_in:
-                reasons[item] = f"of more than {MANY} configurations, one in {one_in} runs"
+            elif quick and (mark := item.get_closest_marker("long")):
+                reasons[item] = f"quick: {mark.args[0]} (--all runs it)"
+            elif quick and number not in few:
+                reasons[item] = f"quick: of more than {FEW} configurations, {FEW} ran (--all runs them)"
     LEFT_OUT.update(reasons.values())
     config.hook.pytest_deselected(items=list(reasons))
     items[:] = [item for item in items if item not in reasons]
 
 
+def spread(count: int, few: int) -> set[int]:
+    """All numbers below ``count``, or so few of them, far from each other."""
+    return {int(count * (k * GOLDEN % 1)) for k in range(few)} if count > few else set(range(count))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for file, reason in LEFT_OUT_FILES.items():
+        terminalreporter.write_line(f"LEFT OUT {file}: {reason}")
     for reason, count in LEFT_OUT.most_common():
         terminalreporter.write_line(f"LEFT OUT [{count}] {reason}")
