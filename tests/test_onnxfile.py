@@ -349,7 +349,7 @@ def test_no_flipped_bit_hides_external_data_that_onnx_would_follow() -> None:
     assert compared > 20  # some flips do turn the reference into something harmless
 
 
-@pytest.mark.long("reads a file of megabytes")
+@pytest.mark.long("reads 300,000 nodes under tracemalloc")
 def test_a_repetitive_file_costs_no_more_than_its_size_allows() -> None:
     data = OPSET + field(7, field(1, b"") * 300_000)  # empty nodes of two bytes each
     tracemalloc.start()
