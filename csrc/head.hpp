@@ -294,7 +294,10 @@ class Head : public kbt_head {
     predicted_rows = 0;
     for (Index a = 0; a < rows; ++a) {
       T *z = layers_[0].z + a * layers_[0].w.z_stride;
-      for (Index p = 0; p < inputs(); ++p) z[p] = h[a * inputs() + p];
+      for (Index p = 0; p < inputs(); ++p) {
+        const T x = h[a * inputs() + p];
+        z[p] = std::fabs(x) < kSilent ? T(0) : x;
+      }
       z[inputs()] = T(1);
     }
     Cov<T> in = input_cov(cov_[1], rows);
@@ -448,6 +451,9 @@ class Head : public kbt_head {
     return noise_[noise_matrix_ ? o * outputs() + o : o];
   }
 
+  // Inputs below this count as zero. Beside the constant input 1 they say nothing, but their products would be denormal,
+  // which makes an update up to forty times slower.
+  static constexpr T kSilent = sizeof(T) == sizeof(float) ? T(1e-12) : T(1e-100);
   // Sums of a few numbers below this stay in the range of T.
   static constexpr T kLargest = std::numeric_limits<T>::max() * T(1e-8);
 

@@ -8,6 +8,7 @@
  * Conventions
  *  - Every `void *` array holds elements of the configured dtype (float or double), C-contiguous, naturally aligned.
  *  - d = widths[0] inputs, d_o = widths[layers] outputs. "rows" is how many inputs one call carries, 1..max_rows.
+ *  - Inputs h below 1e-12 (double: 1e-100) count as zero: their squares would be denormal, and slow.
  *  - A call that returns anything but KBT_OK leaves the learned state as it was. Only counters may move.
  *  - No function allocates, throws, prints, keeps a global or loops without a bound fixed by the configuration.
  *  - One head belongs to one thread at a time. Different heads are independent.

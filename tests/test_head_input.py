@@ -581,3 +581,15 @@ def test_extreme_finite_input_is_refused_or_gives_a_finite_result(settings: dict
             assert head.factor_range(i)[0] >= 0
         kbt.Head.from_bytes(head.to_bytes())  # a state that its own loader accepts
     assert refusals > 0  # the extremes are extreme enough
+
+
+@pytest.mark.parametrize(("dtype", "silent", "heard"), [("float32", 9e-13, 1.1e-12), ("float64", 9e-101, 1.1e-100)])
+def test_inputs_too_small_to_say_anything_count_as_zero(dtype: str, silent: float, heard: float) -> None:
+    def learned(h: float) -> bytes:
+        head = kbt.Head(np.ones((1, 2)), hidden=(4,), prior_var=(1e-3, 1.0), noise_var=0.1, dtype=dtype)
+        head.update(np.array([h, 1.0]), np.array([2.0]))
+        return head.to_bytes()
+
+    tiny = float(np.finfo(dtype).smallest_subnormal)
+    assert learned(silent) == learned(-silent) == learned(tiny) == learned(-0.0) == learned(0.0)
+    assert learned(heard) != learned(0.0)
