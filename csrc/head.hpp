@@ -471,7 +471,21 @@ class Head : public kbt_head {
   bool steps_in_range(Index i, Index rows, Index rank) const {
     const Adjoint<T> adj = adjoint(i, rows, rank);
     if (!all_finite(adj.data, (1 + rank) * rows * adj.stride)) return false;
-    return quadratic(adj.data, spread_[i], rows * adj.stride) < kLargest;  // column 0 is r
+    return quadratic(adj.data, spread_[i], rows * adj.stride) < kLargest &&  // column 0 is r
+           (fuse() || growth_in_range(i, adj));
+  }
+  // Only `replace` lets variances grow. Growth along b multiplies an entry of D by at most 1 + Var(b^T u).
+  bool growth_in_range(Index i, const Adjoint<T> &adj) const {
+    const Posterior<T> &w = layers_[i].w;
+    const Index count = adj.rows * adj.stride;
+    T largest = T(0);
+    for (Index g = 0; g < w.matrices(); ++g) {
+      for (Index p = 0; p < w.M(); ++p) largest = w.D(g, p) > largest ? w.D(g, p) : largest;
+    }
+    for (Index k = 0; k < adj.rank; ++k) {
+      if (adj.signs[k] < T(0)) largest *= T(1) + T(count) * quadratic(adj.B(k, 0), spread_[i], count);
+    }
+    return largest < kLargest;
   }
 
   // For the watch. The gate hides what it rejects from a gaussian average, which judges what was learned and knows
