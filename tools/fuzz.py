@@ -17,9 +17,11 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FUZZ = ROOT / "tests" / "fuzz"
@@ -71,6 +73,7 @@ class Outcome:
     last_coverage: int = 0
     findings: int = 0
     cpu_seconds: float = 0.0
+    tally: Counter[str] = field(default_factory=Counter)  # what a target has counted itself, such as calls refused
 
 
 def fuzz(target: Target, seconds: int, runs: int, jobs: int, work: Path) -> Outcome:
@@ -99,6 +102,8 @@ def fuzz(target: Target, seconds: int, runs: int, jobs: int, work: Path) -> Outc
         outcome.executions += int((executed or ["0"])[-1])
         outcome.first_coverage = max(outcome.first_coverage, covered[0])
         outcome.last_coverage = max(outcome.last_coverage, covered[-1])
+        for line in re.findall(rf"^{target.name}: (\d.*)$", text, re.M):
+            outcome.tally.update({what: int(count) for count, what in re.findall(r"(\d+) ([a-z ]+)", line)})
         if process.returncode != 0:
             outcome.findings += 1
             last = "\n".join(text.splitlines()[-40:])
@@ -122,13 +127,14 @@ def stateful(seconds: int) -> Outcome:
     return outcome
 
 
-def remember(name: str, outcome: Outcome, work: Path) -> dict[str, float]:
+def remember(name: str, outcome: Outcome, work: Path) -> dict[str, Any]:
     """Add to what this folder knows of earlier runs."""
     path = work / "total.json"
     totals = json.loads(path.read_text()) if path.exists() else {}
     total = totals.setdefault(name, {"cpu_seconds": 0.0, "executions": 0, "findings": 0})
-    for key in total:
+    for key in ("cpu_seconds", "executions", "findings"):
         total[key] += getattr(outcome, key)
+    total["tally"] = dict(outcome.tally + Counter(total.get("tally", {})))
     path.write_text(json.dumps(totals, indent=1, sort_keys=True) + "\n")
     return dict(total)
 
@@ -159,6 +165,7 @@ def main() -> None:
             f"{name}: {outcome.executions} executions, coverage {outcome.first_coverage} -> {outcome.last_coverage}, "
             f"{outcome.findings} findings, {outcome.cpu_seconds:.0f} s of processor time "
             f"({total['cpu_seconds'] / 3600:.2f} h and {total['executions']} executions so far)"
+            + "".join(f"; {count} {what}" for what, count in total["tally"].items())
         )
         found += outcome.findings
     raise SystemExit(1 if found else 0)
