@@ -2,8 +2,8 @@
 
 Processors take denormal numbers to a slow path. Heads of every covariance get ordinary inputs, denormal ones, inputs
 whose squares are denormal, and half of each; and ordinary inputs with denormals flushed to zero by the processor, which
-shows whether denormal numbers come up inside. Rounds are interleaved in one process. Prints the median time of a step as
-a multiple of that for ordinary inputs; exits with 1 when one is above 1.2.
+shows whether denormal numbers come up inside. Rounds are interleaved in one process. Prints the median time of a step
+as a multiple of that for ordinary inputs; exits with 1 when one is above 1.2.
 """
 
 from __future__ import annotations
