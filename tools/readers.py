@@ -1,0 +1,40 @@
+"""Two threads predict while one learns: torn predictions, and what a reader waits. ``python tools/readers.py``.
+
+Builds tests/readers.c against the installed library. First the learner never rests; then it learns at 1 kHz, as a
+control loop would. Exits with 1 when a prediction was torn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from cabi import TESTS, build_with_installed, run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--calls", type=int, default=3_400_000, help="of each of the three threads (default 3.4 million)"
+    )
+    calls = parser.parse_args().calls
+    with tempfile.TemporaryDirectory() as folder:
+        program = build_with_installed("cc", TESTS / "readers.c", Path(folder) / "readers", "-pthread")
+        for title, period in (("a learner that never rests", 0), ("a learner of 1 kHz", 1000)):
+            told = json.loads(run(program, calls, period))
+            alone, writing = told["alone_us"], told["writing_us"]
+            print(
+                f"{title}: {told['reads'] + told['updates']} calls, {told['updates']} of them updates, "
+                f"{told['versions_seen']} posteriors seen, {told['torn']} torn; reader alone p50 {alone[0]:.2f} and p99 "
+                f"{alone[1]:.2f} µs, while it learns p50 {writing[0]:.2f} and p99 {writing[1]:.2f} µs "
+                f"({writing[1] / alone[1]:.2f} times)"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
