@@ -29,8 +29,8 @@ def main() -> int:
             alone, writing = told["alone_us"], told["writing_us"]
             print(
                 f"{title}: {told['reads'] + told['updates']} calls, {told['updates']} of them updates, "
-                f"{told['versions_seen']} posteriors seen, {told['torn']} torn; reader alone p50 {alone[0]:.2f} and p99 "
-                f"{alone[1]:.2f} µs, while it learns p50 {writing[0]:.2f} and p99 {writing[1]:.2f} µs "
+                f"{told['versions_seen']} posteriors seen, {told['torn']} torn; reader alone p50 {alone[0]:.2f} and "
+                f"p99 {alone[1]:.2f} µs, while it learns p50 {writing[0]:.2f} and p99 {writing[1]:.2f} µs "
                 f"({writing[1] / alone[1]:.2f} times)"
             )
     return 0
