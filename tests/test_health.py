@@ -12,6 +12,8 @@ from cabi import library
 import kbt_edge as kbt
 from kbt_edge.head import Health
 
+pytestmark = pytest.mark.long("statistics over many streams")
+
 D = 4
 
 

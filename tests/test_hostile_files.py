@@ -27,6 +27,8 @@ from kbt_edge._files import read_bounded
 from kbt_edge._onnxfile import DOMAINS, MAX_DEPTH, MAX_FIELDS, MAX_PARTS, ORT_FORMAT, read_onnx
 from kbt_edge.errors import BundleError, KbtError
 
+pytestmark = pytest.mark.long("thousands of damaged files")
+
 OPSET = field(8, field(2, 20))
 W = tensor("w", np.ones((4, 3), np.float32))
 X, H = value_info("x", (1, 4), FLOAT), value_info("h", (1, 3), FLOAT)

@@ -394,9 +394,8 @@ chmod +x "$program"
         run(self.bin / "cc", *options, f"-I{there}/include", source, *link, "-o", program)
         board = run(program)
         machine = self.hashes_here(options, source)
-        print(
-            f"state after {self.updates} updates: {board.split()[-1]} on {self.board.machine}, {machine.split()[-1]} here"
-        )
+        hashes = f"{board.split()[-1]} on {self.board.machine}, {machine.split()[-1]} here"
+        print(f"state after {self.updates} updates: {hashes}")
         return board == machine
 
     def compiler_here(self) -> str:
