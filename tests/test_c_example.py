@@ -77,6 +77,7 @@ def test_the_package_can_be_moved(tmp_path: Path) -> None:
     assert "${pcfiledir}" in installed("lib/pkgconfig/kbt.pc").read_text()
 
 
+@pytest.mark.long("starts Python once more, seconds of emulation")
 def test_importing_needs_no_onnxruntime() -> None:
     code = (
         "import sys; sys.modules['onnxruntime'] = None; import kbt_edge, kbt_edge.trunk, kbt_edge.model, kbt_edge.cli"

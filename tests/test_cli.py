@@ -162,6 +162,7 @@ def run(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(call, capture_output=True, text=True, check=False, **settings)
 
 
+@pytest.mark.long("starts Python once more, seconds of emulation")
 def test_the_module_is_the_command(folder: Path) -> None:
     answer = run("inspect", str(folder), "--backend", "onnxruntime", "--json")
     assert (answer.returncode, answer.stderr) == (0, "")
@@ -169,6 +170,7 @@ def test_the_module_is_the_command(folder: Path) -> None:
     assert run("inspect", str(folder / "x")).returncode == 1
 
 
+@pytest.mark.long("starts Python once more, seconds of emulation")
 def test_a_closed_pipe_is_no_error(folder: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -38,6 +38,7 @@ def test_two_thousand_mutated_bundles_are_refused_or_mean_the_same(tmp_path: Pat
     assert json.loads((tmp_path / "total.json").read_text())["bundle"]["executions"] == executions
 
 
+@pytest.mark.long("starts Python once more, seconds of emulation")
 def test_an_unknown_target_is_refused(tmp_path: Path) -> None:
     call = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "nonsense", "--work", str(tmp_path)]
     answer = subprocess.run(call, capture_output=True, text=True, check=False)

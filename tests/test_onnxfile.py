@@ -320,6 +320,7 @@ def mutated(seed: bytes, rng: np.random.Generator) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.long("two thousand files")
 def test_two_thousand_mutated_files_are_refused_or_read() -> None:
     rng = np.random.default_rng(20)
     seeds = [build().SerializeToString() for build in MODELS.values()] + [nested(3).SerializeToString()]

@@ -396,6 +396,7 @@ def test_auto_prefers_compiled(cache: Path) -> None:
 
 
 @needs_build
+@pytest.mark.long("compiles trunks, which takes long under emulation")
 def test_auto_takes_what_was_faster_when_the_library_was_built(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = mlp(weight=3 * W).SerializeToString()
     record_file = library_of(Trunk(data, backend="compiled", cache_dir=cache)).with_name("build.json")
@@ -522,6 +523,7 @@ def test_compiled_works_without_onnxruntime(tmp_path: Path, monkeypatch: pytest.
     assert json.loads(next(tmp_path.glob("*/*/build.json")).read_text())["check"] == "onnxruntime is not installed"
 
 
+@pytest.mark.long("starts Python once more, seconds of emulation")
 def test_importing_the_module_imports_no_backend() -> None:
     code = (
         "import sys, kbt_edge.trunk, kbt_edge.export;"
@@ -657,6 +659,7 @@ def test_builders_that_compile_at_the_same_time_share_one_library(tmp_path: Path
 
 
 @needs_build
+@pytest.mark.long("compiles trunks, which takes long under emulation")
 def test_a_library_that_disagrees_with_onnxruntime_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     true_source = _compiled.generate_c
     monkeypatch.setattr(_compiled, "generate_c", lambda *a, **k: true_source(*a, **k).replace("0x1.", "0x1.1", 1))

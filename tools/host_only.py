@@ -1,7 +1,7 @@
 """pytest plugin of tools/wheel.py: leaves out what need not be emulated, and says how much, and why.
 
 Tests marked ``host_only`` are always left out. ``--quick`` also leaves out those marked ``long``, and of any other test
-function it runs three configurations at most: all were proven on the host, and a board that computes the same bits
+function it runs one configuration: all were proven on the host, and a board that computes the same bits
 fails in many or in none. A file marked as a whole is not imported, but named, and its tests are not counted.
 ``--part I/N`` takes the I-th of N shares of the test files, for N processes.
 """
@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-FEW = 3
-GOLDEN = (5**0.5 - 1) / 2  # multiples of it, without their whole part, lie far from each other
 LEFT_OUT: Counter[str] = Counter()
 LEFT_OUT_FILES: dict[str, str] = {}
 
@@ -56,22 +54,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         configurations[item.location[0], item.name.partition("[")[0]].append(item)
     quick, reasons = config.getoption("--quick"), {}
     for same in configurations.values():
-        few = spread(len(same), FEW)
         for number, item in enumerate(same):
             if mark := item.get_closest_marker("host_only"):
                 reasons[item] = str(mark.args[0])
             elif quick and (mark := item.get_closest_marker("long")):
                 reasons[item] = f"quick: {mark.args[0]} (--all runs it)"
-            elif quick and number not in few:
-                reasons[item] = f"quick: of more than {FEW} configurations, {FEW} ran (--all runs them)"
+            elif quick and number != len(same) // 2:
+                reasons[item] = "quick: another configuration of the same test ran (--all runs them all)"
     LEFT_OUT.update(reasons.values())
     config.hook.pytest_deselected(items=list(reasons))
     items[:] = [item for item in items if item not in reasons]
-
-
-def spread(count: int, few: int) -> set[int]:
-    """All numbers below ``count``, or so few of them, far from each other."""
-    return {int(count * (k * GOLDEN % 1)) for k in range(few)} if count > few else set(range(count))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
