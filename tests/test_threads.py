@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -130,7 +131,8 @@ def test_a_large_head_lets_other_threads_run_and_refuses_them_itself() -> None:
 
     def learn() -> None:
         for _ in range(2000):
-            head.update(rng.standard_normal(20).astype(np.float32), np.zeros(1, np.float32))
+            with contextlib.suppress(KbtError):  # it may come second as well
+                head.update(rng.standard_normal(20).astype(np.float32), np.zeros(1, np.float32))
             if refusals:
                 break
         done.set()
