@@ -185,7 +185,7 @@ int main(int argc, char **argv) {
   printf(
       "{\"reads\": %ld, \"updates\": %llu, \"versions_seen\": %ld, \"torn\": %ld, \"alone_us\": [%.2f, %.2f], "
       "\"writing_us\": [%.2f, %.2f]}\n",
-      2 * READERS * calls, (unsigned long long)kbt_samples(head), versions, (long)torn, alone[0], alone[1], writing[0],
+      READERS * calls, (unsigned long long)kbt_samples(head), versions, (long)torn, alone[0], alone[1], writing[0],
       writing[1]);
   while (owned_count > 0) free(owned[--owned_count]);
   free(noted);

@@ -153,6 +153,7 @@ def random_inputs(trunk: Trunk, rng: np.random.Generator) -> list[Any]:
     ]
 
 
+@pytest.mark.long("exports networks and compiles trunks")
 @pytest.mark.parametrize("network", ["control, 1 state", "control, 20 states", "tokens"])
 def test_both_backends_equal_torch_to_1e5(network: str, backend: str, exported: Any, cache: Path) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
