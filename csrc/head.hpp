@@ -451,8 +451,8 @@ class Head : public kbt_head {
     return noise_[noise_matrix_ ? o * outputs() + o : o];
   }
 
-  // Inputs below this count as zero. Beside the constant input 1 they say nothing, but their products would be denormal,
-  // which makes an update up to forty times slower.
+  // Inputs below this count as zero. Beside the constant input 1 they say nothing, but their products would be
+  // denormal, which makes an update up to forty times slower.
   static constexpr T kSilent = sizeof(T) == sizeof(float) ? T(1e-12) : T(1e-100);
   // Sums of a few numbers below this stay in the range of T.
   static constexpr T kLargest = std::numeric_limits<T>::max() * T(1e-8);
