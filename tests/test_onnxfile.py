@@ -14,7 +14,7 @@ from kbt_edge.errors import BundleError
 
 onnx = pytest.importorskip("onnx", reason="the reader is compared with onnx, which is not installed")
 helper = onnx.helper
-numpy_helper = onnx.numpy_helper
+numpy_helper = pytest.importorskip("onnx.numpy_helper", reason="this onnx has none")
 FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 
 
