@@ -355,7 +355,9 @@ def test_a_log_that_asks_for_a_huge_head_is_refused_before_memory_is_taken(small
     forged = bytes(front) + bytes(base)
     struct.pack_into("<Q", front, 8, len(forged))
     forged = sealed(bytes(front) + bytes(base))
-    with pytest.raises(kbt.BundleError, match="expected a head of at most"):
+    # In 32 bits the core refuses it first: such a head does not fit into the address space.
+    said = "expected a head of at most" if sys.maxsize > 1 << 32 else "values that no recorder writes"
+    with pytest.raises(kbt.BundleError, match=said):
         FlightLog(forged).replay()
 
 
