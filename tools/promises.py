@@ -72,7 +72,7 @@ PROMISES: Final = {
         "Ten million updates",
         "In float32 and in each scenario: finite, no negative variance, where float64 ends; and the average NIS of a "
         "consistent filter where the model is correct.",
-        ("tools/soak.py", "--covariance", "neuron", "--jobs", "2"),
+        ("tools/soak.py", "--covariance", "neuron"),
         r"^\w.*|.*NIS.*",
     ),
     "denormals": Promise(
