@@ -64,7 +64,7 @@ def main() -> int:
     for covariance in ("full", "neuron", "diagonal"):
         for name, settings in (("16 → 1", {}), ("16 → 32 → 1", hidden), ("16 → 3 softmax", {"output": "softmax"})):
             found = multiples({"covariance": covariance, **settings})
-            worst = max(worst, *(found[kind] for kind in KINDS[:-1]), 1 / found["flushed"])  # faster if flushed: slow inside
+            worst = max(worst, *(found[kind] for kind in KINDS[:-1]), 1 / found["flushed"])
             print(f"{covariance + ', ' + name:34}" + "".join(f"{found[kind]:14.2f}" for kind in KINDS))
     print(f"largest multiple {worst:.2f}, expected at most {LIMIT}")
     return int(worst > LIMIT)
