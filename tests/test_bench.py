@@ -23,7 +23,7 @@ from command import call
 import kbt_edge as kbt
 from kbt_edge import _core
 from kbt_edge.bench import board as boards
-from kbt_edge.bench import compare, figures, loops, pictures, realtime, sweep, workload
+from kbt_edge.bench import compare, figures, loops, pictures, realtime, sweep, tables, workload
 from kbt_edge.model import Model
 
 pytestmark = pytest.mark.host_only("measures time, and an emulated board has no time of its own")
@@ -530,7 +530,7 @@ def test_unknown_axes_are_refused() -> None:
 
 
 def bench(capsys: pytest.CaptureFixture[str], bundle: Path, out: Path, *more: str) -> tuple[str, dict[str, Any]]:
-    paced = ("--rate", "1000", "--duration", "0.1", "--deadline-ms", "2", "--spin", "100")
+    paced = ("--rate", "1000", "--duration", "0.1", "--deadline-ms", "2")
     code, text, err = call(capsys, "bench", str(bundle), "--steps", "1000", "--out", str(out), *paced, *more)
     assert (code, err) == (0, "")
     return text, json.loads((out / "bench.json").read_text())
@@ -676,3 +676,9 @@ def test_foreign_files_are_refused(content: str, tmp_path: Path, capsys: pytest.
     code, _, err = call(capsys, "bench", "--compare", str(good), str(bad))
     assert code == 1
     assert "bad.json" in err
+
+
+def test_a_loop_that_is_awake_before_its_release_says_so() -> None:
+    part = {"rate_hz": 1000.0, "duration_s": 1.0, "deadline_ms": 1.0, "spin_us": 300.0}
+    assert tables.paced_title(part).endswith("deadline 1 ms, awake 300 µs before each release")
+    assert tables.paced_title({**part, "spin_us": 0.0}).endswith("deadline 1 ms")
