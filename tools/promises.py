@@ -41,7 +41,7 @@ PROMISES: Final = {
         "undefined-behaviour sanitizers; `store` is a device that starts from damaged flash memory, `stateful` the "
         "Python classes beside the reference.",
         ("tools/fuzz.py", "--seconds", "900"),
-        r"^(abi|blob|store|bundle|stateful): .*",
+        r"^(abi|blob|flight|store|bundle|stateful): .*",
     ),
     "meaning": Promise(
         "Intact files that lie",

@@ -25,20 +25,7 @@ struct Tally {
   }
 } tally;
 
-constexpr std::size_t kHeader = 24, kLargestArena = std::size_t{1} << 22;
-
-std::uint32_t crc32(const std::uint8_t *bytes, std::size_t count) {  // bit by bit: not the core's own
-  std::uint32_t crc = 0xFFFFFFFFU;
-  for (std::size_t i = 0; i < count; ++i) {
-    crc ^= bytes[i];
-    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ (0xEDB88320U & (0U - (crc & 1U)));
-  }
-  return ~crc;
-}
-
-void little_endian(std::uint8_t *to, std::uint64_t value, int bytes) {
-  for (int i = 0; i < bytes; ++i) to[i] = static_cast<std::uint8_t>(value >> (8 * i));
-}
+constexpr std::size_t kLargestArena = std::size_t{1} << 22;
 
 template <class T>
 void predicts_finite_numbers_or_refuses(kbt_head *head, const kbt_config &cfg) {
@@ -53,12 +40,7 @@ void predicts_finite_numbers_or_refuses(kbt_head *head, const kbt_config &cfg) {
 extern "C" std::size_t LLVMFuzzerCustomMutator(std::uint8_t *data, std::size_t size, std::size_t max_size,
                                                unsigned seed) {
   size = LLVMFuzzerMutate(data, size, max_size);
-  if (size < kHeader || seed % 4 == 0) return size;
-  little_endian(data, 0x5354424BU, 4);
-  little_endian(data + 4, 1, 4);
-  little_endian(data + 8, size, 8);
-  little_endian(data + 16, crc32(data + kHeader, size - kHeader), 4);
-  little_endian(data + 20, 0, 4);
+  if (seed % 4 != 0) fuzz::repair(data, size, fuzz::kState);
   return size;
 }
 

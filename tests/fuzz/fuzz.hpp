@@ -75,4 +75,32 @@ class Bytes {
   std::size_t size_, used_ = 0;
 };
 
+// ---- files with a header of 24 bytes: magic, version, length, CRC-32 of the rest, 0 ---------------------------------
+
+constexpr std::size_t kHeader = 24;
+constexpr std::uint32_t kState = 0x5354424BU, kFlight = 0x4654424BU;  // "KBTS", "KBTF"
+
+inline std::uint32_t crc32(const std::uint8_t *bytes, std::size_t count) {  // bit by bit: not the core's own
+  std::uint32_t crc = 0xFFFFFFFFU;
+  for (std::size_t i = 0; i < count; ++i) {
+    crc ^= bytes[i];
+    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ (0xEDB88320U & (0U - (crc & 1U)));
+  }
+  return ~crc;
+}
+
+inline void little_endian(std::uint8_t *to, std::uint64_t value, int bytes) {
+  for (int i = 0; i < bytes; ++i) to[i] = static_cast<std::uint8_t>(value >> (8 * i));
+}
+
+// Makes the header right for whatever stands behind it.
+inline void repair(std::uint8_t *data, std::size_t size, std::uint32_t magic) {
+  if (size < kHeader) return;
+  little_endian(data, magic, 4);
+  little_endian(data + 4, 1, 4);
+  little_endian(data + 8, size, 8);
+  little_endian(data + 16, crc32(data + kHeader, size - kHeader), 4);
+  little_endian(data + 20, 0, 4);
+}
+
 }  // namespace fuzz

@@ -1,4 +1,4 @@
-"""Write the seeds of the bundle fuzzer: ``python tests/fuzz/make_seeds.py``. The same bytes every time."""
+"""Write the seeds of the bundle and flight log fuzzers, always the same: ``python tests/fuzz/make_seeds.py``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,30 @@ import tiny_onnx
 import kbt_edge as kbt
 from kbt_edge import bundle as bundles
 
-FOLDER = Path(__file__).parent / "corpus" / "bundle"
+CORPUS = Path(__file__).parent / "corpus"
 
 
-def seeds() -> dict[str, bytes]:
+def seeds() -> dict[str, dict[str, bytes]]:
+    """By target and name."""
+    return {"bundle": bundle_seeds(), "flight": flight_seeds()}
+
+
+def flight_seeds() -> dict[str, bytes]:
+    """Logs with each kind of record, refused ones among them."""
+    plain, matrix = head(1), head(2, noise_var=[[0.5, 0.1], [0.1, 0.4]], dtype="float64", gate=9.0)
+    softmax = head(3, output="softmax", covariance="diagonal", max_rows=2, hidden=(4,))
+    for each in (plain, matrix, softmax):
+        each.record(4)
+    for step in range(7):  # more than it remembers, so that a checkpoint stands in the log
+        plain.update([0.1 * step, -1.0], [0.5])
+    matrix.predict([1.0, 0.5])
+    matrix.observe([0.5, 0.25])
+    matrix.update([1.0, -0.5], [99.0, 99.0])
+    softmax.update([[1.0, 0.0], [0.0, 1.0]], [2, 0])
+    return {"plain": plain.flight_log(), "matrix": matrix.flight_log(), "softmax": softmax.flight_log()}
+
+
+def bundle_seeds() -> dict[str, bytes]:
     """One bundle of each kind, as small as they come."""
     control, tokens = tiny_onnx.Control(d=2), tiny_onnx.Tokens(3, 2, d=2)
     scaled = bundles.BundleInput("x", (1, 4), "float32", (0.5,), (2.0, 1.0, 0.1, 1e3))
@@ -51,10 +71,11 @@ def packed(state: kbt.Head, **parts: Any) -> bytes:
 
 
 def main() -> None:
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for name, data in seeds().items():
-        (FOLDER / name).write_bytes(data)
-        print(f"{name:<10} {len(data):>6} bytes")
+    for target, files in seeds().items():
+        (CORPUS / target).mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            (CORPUS / target / name).write_bytes(data)
+            print(f"{target}/{name:<10} {len(data):>6} bytes")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,163 @@
+"""How much of csrc/ and kbt_edge/ the ordinary test run executes: ``python tools/cover.py``.
+
+Makes a virtual environment in build/coverage, installs the package there with clang's source-based instrumentation,
+runs ``pytest`` with coverage.py, and prints lines and branches of csrc/ and lines of kbt_edge/, file by file, then
+what was never executed (``--missing``). ``cc`` is clang with the same instrumentation during the run, so that the C
+programs that tests compile count too. A line of a template counts as executed when any of its instances executed it,
+and so does each outcome of a condition; a condition that is decided at compile time in every instance has no outcomes.
+
+    python tools/cover.py                      # everything, about half an hour
+    python tools/cover.py --missing -- -k state     # what follows -- goes to pytest
+    python tools/cover.py --report --missing   # of the last run
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / "build" / "coverage"
+CSRC = ROOT / "csrc"
+FLAGS = "-fprofile-instr-generate -fcoverage-mapping"
+SETTINGS = f"""[run]
+source_pkgs = kbt_edge
+parallel = true
+patch = subprocess
+data_file = {WORK}/python
+disable_warnings = no-data-collected,module-not-measured,module-not-imported,module-not-python
+[report]
+exclude_also =
+    if TYPE_CHECKING:
+"""
+
+
+def needed(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise SystemExit(f"{name}: not found; Debian has it in clang, llvm and libclang-rt-*-dev")
+    return found
+
+
+def install() -> None:
+    """The package with its test requirements and instrumentation, in an environment and a build folder of its own."""
+    clang = needed("clang")
+    if not (WORK / "venv/bin/python").exists():
+        venv.create(WORK / "venv", with_pip=True)
+    (WORK / "settings").write_text(SETTINGS)
+    (WORK / "bin").mkdir(exist_ok=True)
+    wrapper = WORK / "bin" / "cc"
+    wrapper.write_text(f'#!/bin/sh\nexec {clang} {FLAGS} "$@"\n')
+    wrapper.chmod(0o755)
+    flags = {"CC": clang, "CXX": f"{clang}++", "CFLAGS": FLAGS, "CXXFLAGS": FLAGS, "LDFLAGS": FLAGS}
+    pip = [WORK / "venv/bin/python", "-m", "pip", "install", "-q", "coverage>=7.10", "-e", f"{ROOT}[test,fuzz]"]
+    options = (f"-Cbuild-dir={WORK}/cmake", "-Ccmake.build-type=RelWithDebInfo", "-Cinstall.strip=false")
+    subprocess.run([*pip, *options], env=os.environ | flags, check=True)
+
+
+def run_tests(arguments: list[str]) -> int:
+    shutil.rmtree(WORK / "raw", ignore_errors=True)
+    for old in WORK.glob("python*"):
+        old.unlink()
+    path = os.pathsep.join([str(WORK / "bin"), str(WORK / "venv/bin"), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path, "LLVM_PROFILE_FILE": f"{WORK}/raw/%8m.profraw"}
+    python = WORK / "venv/bin/python"
+    rc = f"--rcfile={WORK}/settings"
+    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={WORK}/tmp", *arguments]
+    done = subprocess.run([python, "-m", "coverage", "run", rc, *pytest], cwd=ROOT, env=environment, check=False)
+    subprocess.run([python, "-m", "coverage", "combine", "-q", rc], cwd=ROOT, check=True)
+    return done.returncode
+
+
+def report_python(missing: bool) -> None:
+    call = [WORK / "venv/bin/python", "-m", "coverage", "report", f"--rcfile={WORK}/settings"]
+    subprocess.run([*call, *(["-m"] if missing else [])], cwd=ROOT, check=True)
+
+
+def measured_objects() -> list[Path]:
+    """Every library and program of the run that carries a map from its counters to lines."""
+    candidates = [*(WORK / "cmake").rglob("*.so"), *(path for path in (WORK / "tmp").rglob("*") if path.is_file())]
+    return [path for path in candidates if not path.is_symlink() and b"__llvm_covmap" in path.read_bytes()]
+
+
+def export(form: str, profile: Path, objects: list[Path]) -> str:
+    call = [needed("llvm-cov"), "export", f"-format={form}", f"-instr-profile={profile}", str(objects[0])]
+    call += [word for path in objects[1:] for word in ("-object", str(path))] + [str(CSRC)]
+    return subprocess.run(call, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def report_core(missing: bool) -> None:
+    profile = WORK / "profile"
+    raw = [str(path) for path in (WORK / "raw").glob("*.profraw")]
+    subprocess.run([needed("llvm-profdata"), "merge", "-sparse", *raw, "-o", profile], check=True)
+    objects = measured_objects()
+    lines: defaultdict[str, dict[int, int]] = defaultdict(dict)
+    for line in export("lcov", profile, objects).splitlines():
+        kind, _, value = line.partition(":")
+        if kind == "SF":
+            name = str(Path(value).relative_to(CSRC))
+        elif kind == "DA":
+            number, count = value.split(",")[:2]
+            lines[name][int(number)] = lines[name].get(int(number), 0) + int(count)
+    outcomes: defaultdict[str, dict[tuple[int, int, int, int], tuple[int, int]]] = defaultdict(dict)
+    for file in json.loads(export("text", profile, objects))["data"][0]["files"]:
+        found = outcomes[str(Path(file["filename"]).relative_to(CSRC))]
+        for branch in file["branches"]:
+            place, yes, no = tuple(branch[:4]), branch[4], branch[5]
+            before = found.get(place, (0, 0))
+            found[place] = (before[0] + yes, before[1] + no)
+    totals = [0, 0, 0, 0]
+    print(f"{'file':<20} {'lines':>6} {'missed':>6} {'':>6}  {'branches':>8} {'missed':>6}")
+    for name in sorted(lines):
+        never = [number for number, count in sorted(lines[name].items()) if count == 0]
+        # Neither outcome of a condition on an executed line: it was decided by the compiler.
+        decided = {place for place, counts in outcomes[name].items() if counts == (0, 0) and lines[name].get(place[0])}
+        counted = {place: counts for place, counts in outcomes[name].items() if place not in decided}
+        one_sided = [(place, way) for place, (yes, no) in counted.items() for way, n in ((1, yes), (0, no)) if n == 0]
+        row = (len(lines[name]), len(never), 2 * len(counted), len(one_sided))
+        totals = [total + value for total, value in zip(totals, row, strict=True)]
+        print_row(name, *row)
+        if missing:
+            text = (CSRC / name).read_text().splitlines()
+            for number in never:
+                print(f"    {number:>4} never executed      {text[number - 1].strip()}")
+            for (line, first, last_line, last), way in sorted(one_sided):
+                what = text[line - 1][first - 1 : last - 1 if last_line == line else None]
+                print(f"    {line:>4} never {'true ' if way else 'false'}          {what}")
+            for line, first, last_line, last in sorted(decided):
+                what = text[line - 1][first - 1 : last - 1 if last_line == line else None]
+                print(f"    {line:>4} decided by compiler {what}")
+    print_row("csrc/", *totals)
+
+
+def print_row(name: str, lines: int, missed: int, branches: int, one_sided: int) -> None:
+    line_share = 100 * (1 - missed / max(lines, 1))
+    branch_share = 100 * (1 - one_sided / max(branches, 1))
+    print(f"{name:<20} {lines:>6} {missed:>6} {line_share:>5.1f}%  {branches:>8} {one_sided:>6} {branch_share:>5.1f}%")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Lines and branches that the ordinary test run executes.")
+    parser.add_argument("--report", action="store_true", help="only report on the last run")
+    parser.add_argument("--missing", action="store_true", help="also print what was never executed")
+    parser.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
+    options = parser.parse_args()
+    WORK.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    if not options.report:
+        install()
+        failed = run_tests(options.pytest)
+    report_python(options.missing)
+    report_core(options.missing)
+    raise SystemExit(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
