@@ -331,39 +331,78 @@ struct Factors {
   }
 
  private:
-  // As pass_by_rows, column after column. The padding of a column is zero and stays zero, because b is zero there until
-  // b_q is set.
+  // As pass_by_rows, for eight columns at a time. The rows above them stand in whole lanes, which keep their b in
+  // registers; the last eight rows join one by one.
   void pass_by_columns(T *b, const T *v, const T *k) {
-    fill(b, T(0), vector_count(M));
+    constexpr int kMany = kVectorBytes / 4;  // sets of lanes in half of the registers
     T *column = u;
-    b[0] = v[0];
-    for (Index q = 1; q < M;) {  // columns of one length
-      const Index length = padded(q), end = length < M - 1 ? length + 1 : M;
-      const Index last = length - kLanes;  // the lanes where b_q joins
-      const auto column_pass = [=](Index at, T *to, Index from) {
-        const Lanes<T> vq = Lanes<T>::Constant(v[at]), kq = Lanes<T>::Constant(k[at]);
-        for (Index i = from; i < length; i += kLanes) {
-          const Lanes<T> uq = lanes(to + i), bq = lanes(b + i);
-          lanes(to + i) = kq * bq + uq;
-          lanes(b + i) = bq + uq * vq;
-        }
-        b[at] = v[at];
-      };
-      for (; kVectors && q + 2 <= end; q += 2, column += 2 * length) {  // two columns share each b
-        const Lanes<T> v0 = Lanes<T>::Constant(v[q]), k0 = Lanes<T>::Constant(k[q]);
-        const Lanes<T> v1 = Lanes<T>::Constant(v[q + 1]), k1 = Lanes<T>::Constant(k[q + 1]);
-        T *const next = column + length;
-        for (Index i = 0; i < last; i += kLanes) {
-          const Lanes<T> u0 = lanes(column + i), u1 = lanes(next + i), b0 = lanes(b + i), b1 = b0 + u0 * v0;
-          lanes(column + i) = k0 * b0 + u0;
-          lanes(next + i) = k1 * b1 + u1;
-          lanes(b + i) = b1 + u1 * v1;
-        }
-        column_pass(q, column, last);
-        column_pass(q + 1, next, last);
+    Index first = 0;
+    for (; first + 1 < M; first += kLanes) {
+      const Index length = first + kLanes, count = M - first - 1 < kLanes ? M - first - 1 : kLanes;
+      const T *const vq = v + first + 1, *const kq = k + first + 1;
+      Index i = 0;
+      for (; kVectors && i + kMany * kLanes <= first; i += kMany * kLanes) {
+        rectangle_pass<kMany>(column + i, length, count, vq, kq, b + i);
       }
-      for (; q < end; ++q, column += length) column_pass(q, column, 0);
+      for (; kVectors && i + 2 * kLanes <= first; i += 2 * kLanes) {
+        rectangle_pass<2>(column + i, length, count, vq, kq, b + i);
+      }
+      for (; i < first; i += kLanes) rectangle_pass<1>(column + i, length, count, vq, kq, b + i);
+      triangle_pass(column + first, length, count, v + first, k + first, b + first);
+      column += count * length;
     }
+    if (first < M) b[first] = v[first];  // the last row has no column behind it
+  }
+
+  template <int P>
+  static void rectangle_pass(T *column, Index length, Index count, const T *v, const T *k, T *b) {
+    Lanes<T> sum[P];
+    for (int j = 0; j < P; ++j) sum[j] = lanes(b + j * kLanes);
+    for (Index c = 0; c < count; ++c, column += length) {
+      const Lanes<T> vc = Lanes<T>::Constant(v[c]), kc = Lanes<T>::Constant(k[c]);
+      KBT_UNROLL_ALL
+      for (int j = 0; j < P; ++j) {
+        const Lanes<T> old = lanes(column + j * kLanes);
+        lanes(column + j * kLanes) = kc * sum[j] + old;
+        sum[j] += old * vc;
+      }
+    }
+    for (int j = 0; j < P; ++j) lanes(b + j * kLanes) = sum[j];
+  }
+
+  // Row p starts with b_p = v_p and takes part from column p + 1 on. Columns count from 1 here. What pads a column is
+  // zero and stays zero.
+  static void triangle_pass(T *column, Index length, Index count, const T *v, const T *k, T *b) {
+    if constexpr (kVectors) {
+      triangle_vectors<Vector<T>>(column, length, count, v, k, b);
+    } else {
+      for (Index p = 0; p < kLanes; ++p) b[p] = v[p];
+      for (Index c = 1; c <= count; ++c, column += length) {
+        for (Index p = 0; p < c; ++p) {
+          const T old = column[p];
+          column[p] = k[c] * b[p] + old;
+          b[p] += old * v[c];
+        }
+      }
+    }
+  }
+  template <class V>
+  static KBT_INLINE void triangle_vectors(T *column, Index length, Index count, const T *v, const T *k, T *b) {
+    constexpr int kStep = sizeof(V) / sizeof(T), kParts = kLanes / kStep;
+    V sum[kParts];
+    IntOf<V> row[kParts];
+    std::memcpy(sum, v, sizeof sum);
+    for (int l = 0; l < kLanes; ++l) row[l / kStep][l % kStep] = l;
+    for (Index c = 1; c <= count; ++c, column += length) {
+      for (int j = 0; j < kParts; ++j) {
+        V old;
+        std::memcpy(&old, column + j * kStep, sizeof old);
+        const V now = (row[j] < static_cast<int>(c) ? sum[j] : V{}) * k[c] + old;
+        sum[j] = row[j] < static_cast<int>(c) ? sum[j] + old * v[c] : sum[j];
+        std::memcpy(column + j * kStep, &now, sizeof now);
+      }
+    }
+    std::memcpy(b, sum, sizeof sum);
   }
 
   void scale_down(const T *f, const Value &lambda, const Value &alpha_0, const Step &step) {
