@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "coverage"
 CSRC = ROOT / "csrc"
-FLAGS = "-fprofile-instr-generate -fcoverage-mapping"
+FLAGS = f"-fprofile-instr-generate={WORK}/raw/%8m.profraw -fcoverage-mapping"  # eight files at most for each program
 SETTINGS = f"""[run]
 source_pkgs = kbt_edge
 parallel = true
@@ -67,11 +67,12 @@ def run_tests(arguments: list[str]) -> int:
     for old in WORK.glob("python*"):
         old.unlink()
     path = os.pathsep.join([str(WORK / "bin"), str(WORK / "venv/bin"), os.environ["PATH"]])
-    environment = os.environ | {"PATH": path, "LLVM_PROFILE_FILE": f"{WORK}/raw/%8m.profraw"}
     python = WORK / "venv/bin/python"
     rc = f"--rcfile={WORK}/settings"
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={WORK}/tmp", *arguments]
-    done = subprocess.run([python, "-m", "coverage", "run", rc, *pytest], cwd=ROOT, env=environment, check=False)
+    done = subprocess.run(
+        [python, "-m", "coverage", "run", rc, *pytest], cwd=ROOT, env=os.environ | {"PATH": path}, check=False
+    )
     subprocess.run([python, "-m", "coverage", "combine", "-q", rc], cwd=ROOT, check=True)
     return done.returncode
 

@@ -70,10 +70,12 @@ PROMISES: Final = {
     ),
     "soak": Promise(
         "Ten million updates",
-        "In float32 and in each scenario: finite, no negative variance, where float64 ends; and the average NIS of a "
-        "consistent filter where the model is correct.",
+        "In float32 and in each scenario: nothing refused, everything finite, no negative variance, and the average "
+        "NIS of a consistent filter where the model is correct. In brackets: how far from float64 the covariance of a "
+        "layer ended; within 5 % after a million updates, which the tests check, and marked where it is more after "
+        "ten.",
         ("tools/soak.py", "--covariance", "neuron"),
-        r"^\w.*|.*NIS.*",
+        r".*\S.*",
     ),
     "denormals": Promise(
         "No slow numbers",
