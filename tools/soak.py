@@ -53,7 +53,8 @@ def main() -> int:
         failed |= inconsistent
         verdict = "INCONSISTENT" if inconsistent else "finite, but apart from float64" if apart else "ok"
         lines = [f"{title}: {verdict}, {arguments.updates} updates twice in {time.monotonic() - start:.0f} s"]
-        lines.append(f"    average NIS {found.nis:.5f} ({(found.nis - 1) / found.spread:+.1f} standard deviations)")
+        off = f" ({(found.nis - 1) / found.spread:+.1f} standard deviations)" if scenario in CORRECT and layers == 1 else ""
+        lines.append(f"    average NIS {found.nis:.6g}{off}")
         return lines + [f"    layer {i}: {layer}" for i, layer in enumerate(found.layers)]
 
     with tempfile.TemporaryDirectory() as folder:
