@@ -49,11 +49,12 @@ def main() -> int:
             failed = True
             return [f"{title}: {error}"]
         apart = case != SENSITIVE and not all(layer.agrees() for layer in found.layers)
-        inconsistent = scenario in CORRECT and layers == 1 and not found.consistent()
+        correct = scenario in CORRECT and layers == 1
+        inconsistent = correct and not found.consistent()
         failed |= inconsistent
         verdict = "INCONSISTENT" if inconsistent else "finite, but apart from float64" if apart else "ok"
         lines = [f"{title}: {verdict}, {arguments.updates} updates twice in {time.monotonic() - start:.0f} s"]
-        off = f" ({(found.nis - 1) / found.spread:+.1f} standard deviations)" if scenario in CORRECT and layers == 1 else ""
+        off = f" ({(found.nis - 1) / found.spread:+.1f} standard deviations)" if correct else ""
         lines.append(f"    average NIS {found.nis:.6g}{off}")
         return lines + [f"    layer {i}: {layer}" for i, layer in enumerate(found.layers)]
 
