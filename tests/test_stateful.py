@@ -310,7 +310,8 @@ class ModelOnDisk(RuleBasedStateMachine):
     def damage(self, name: str, place: float) -> None:
         file = self.path / name
         content = file.read_bytes()
-        file.write_bytes(content[: int(place * len(content))])
+        end = len(content.rstrip(b"\n"))  # without the line's end a JSON file means the same
+        file.write_bytes(content[: int(place * end)])
         with pytest.raises(KbtError):
             kbt.Model.load(self.path, backend="onnxruntime")
         file.write_bytes(content)
