@@ -84,8 +84,14 @@ def report_python(missing: bool) -> None:
 
 def measured_objects() -> list[Path]:
     """Every library and program of the run that carries a map from its counters to lines."""
-    candidates = [*(WORK / "cmake").rglob("*.so"), *(path for path in (WORK / "tmp").rglob("*") if path.is_file())]
-    return [path for path in candidates if not path.is_symlink() and b"__llvm_covmap" in path.read_bytes()]
+    return [path for root in ("cmake", "tmp") for path in sorted((WORK / root).rglob("*")) if has_map(path)]
+
+
+def has_map(path: Path) -> bool:
+    if path.is_symlink() or not path.is_file() or path.suffix == ".o":
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"\x7fELF" and b"__llvm_covmap" in file.read()
 
 
 def export(form: str, profile: Path, objects: list[Path]) -> str:
