@@ -616,6 +616,67 @@ def test_results_that_are_not_wanted_may_be_null(head: CHead) -> None:
     assert C.kbt_observe(head.head, pointer(Y), NULL, 0, NULL) == C.KBT_OK
 
 
+# ---- the mailbox -----------------------------------------------------------------------------------------------------
+
+
+def mailbox_of(head: CHead) -> tuple[Any, np.ndarray]:
+    memory, _ = guarded(C.kbt_mailbox_bytes(head.head))
+    slot = ffi.new("kbt_mailbox **")
+    assert C.kbt_mailbox_init(head.head, pointer(memory), memory.size, slot) == C.KBT_OK
+    return slot[0], memory
+
+
+def test_a_mailbox_carries_what_was_learned_to_a_head_of_its_configuration_only(head: CHead) -> None:
+    box, _memory = mailbox_of(head)
+    reader, other = CHead(3, 6, 2, max_rows=2), CHead(3, 6, 2, max_rows=1)
+    unlearned, state = reader.state(), head.state()
+    assert unlearned != state
+    before = other.state()
+    assert C.kbt_take(other.head, box) == C.kbt_post(other.head, box) == C.KBT_E_CONFIG
+    assert other.state() == before
+    assert C.kbt_take(reader.head, box) == C.KBT_OK
+    assert reader.state() == state
+    assert head.update(H, Y) == C.KBT_OK
+    assert C.kbt_take(reader.head, box) == C.KBT_OK  # nothing new was posted
+    assert reader.state() == state
+    assert C.kbt_post(head.head, box) == C.KBT_OK
+    assert C.kbt_take(reader.head, box) == C.KBT_OK
+    assert reader.state() == head.state() != state
+
+
+def test_a_mailbox_needs_its_room_and_no_null(head: CHead) -> None:
+    needed = C.kbt_mailbox_bytes(head.head)
+    memory, guard = guarded(needed + 64)
+    slot = ffi.new("kbt_mailbox **")
+    start = pointer(memory)
+    assert C.kbt_mailbox_bytes(NULL) == 0
+    assert C.kbt_mailbox_init(head.head, start, needed - 1, slot) == C.KBT_E_SIZE
+    assert C.kbt_mailbox_init(head.head, start + 8, needed, slot) == C.KBT_E_ALIGN
+    for arguments in ((NULL, start, needed, slot), (head.head, NULL, needed, slot), (head.head, start, needed, NULL)):
+        assert C.kbt_mailbox_init(*arguments) == C.KBT_E_NULL
+    assert (memory == GUARD).all()
+    box, _memory = mailbox_of(head)
+    for verb in (C.kbt_post, C.kbt_take):
+        assert verb(NULL, box) == verb(head.head, NULL) == C.KBT_E_NULL
+    assert (guard == GUARD).all()
+
+
+def test_a_recorder_begins_anew_with_what_its_head_takes(head: CHead) -> None:
+    box, _memory = mailbox_of(head)
+    reader = CHead(3, 6, 2, max_rows=2)
+    room, _ = guarded(C.kbt_flight_bytes(reader.cfg, 4))
+    flight = ffi.new("kbt_flight **")
+    assert C.kbt_flight_init(reader.head, pointer(room), room.size, 4, flight) == C.KBT_OK
+    assert reader.update(H, Y) == C.KBT_OK
+    empty = C.kbt_flight_log_size(flight[0])
+    assert C.kbt_take(reader.head, box) == C.KBT_OK
+    assert C.kbt_flight_log_size(flight[0]) < empty
+    pieces: list[bytes] = []
+    sink = ffi.callback("kbt_sink", lambda _, data, count: pieces.append(bytes(ffi.buffer(data, count))))
+    assert C.kbt_flight_log(flight[0], sink, NULL) == C.KBT_OK
+    assert reader.state() in b"".join(pieces)
+
+
 # ---- no allocation -------------------------------------------------------------------------------------------------
 
 ALLOCATIONS = """

@@ -287,9 +287,35 @@ def test_a_recorder_needs_its_room() -> None:
     assert C.kbt_flight_init(slot[0], memory.start, needed, 1, flight) == C.KBT_E_SIZE
     assert C.kbt_flight_init(slot[0], ffi.NULL, needed, 10, flight) == C.KBT_E_NULL
     assert C.kbt_flight_bytes(cfg, 1) == C.kbt_flight_bytes(ffi.NULL, 10) == C.kbt_flight_log_size(ffi.NULL) == 0
+    assert C.kbt_flight_init(ffi.NULL, memory.start, needed, 10, flight) == C.KBT_E_NULL
+    assert C.kbt_flight_init(slot[0], memory.start, needed, 10, ffi.NULL) == C.KBT_E_NULL
+    assert C.kbt_flight_stop(ffi.NULL) == C.kbt_flight_log(ffi.NULL, ffi.NULL, ffi.NULL) == C.KBT_E_NULL
+    assert C.kbt_flight_bytes(cfg, (1 << 30) + 1) == 0
     cfg.max_rows = 1 << 20
     cfg.widths[0] = 1 << 20
     assert C.kbt_flight_bytes(cfg, 10) == 0
+
+
+def test_a_record_that_no_memory_could_hold_is_refused() -> None:
+    cfg = ffi.new("kbt_config *")
+    C.kbt_config_default(cfg, 1 << 14, 1)
+    cfg.covariance, cfg.max_rows = C.KBT_DIAGONAL, 1 << 14
+    assert C.kbt_flight_bytes(cfg, 2) == 0
+
+
+def test_a_recorder_that_was_replaced_has_no_log() -> None:
+    cfg = ffi.new("kbt_config *")
+    C.kbt_config_default(cfg, D, 2)
+    arena, memory = Aligned(C.kbt_arena_bytes(cfg)), [Aligned(C.kbt_flight_bytes(cfg, 4)) for _ in range(2)]
+    slot, flights = ffi.new("kbt_head **"), [ffi.new("kbt_flight **") for _ in range(2)]
+    assert C.kbt_init(cfg, arena.start, arena.size, slot) == C.KBT_OK
+    for room, flight in zip(memory, flights, strict=True):
+        assert C.kbt_flight_init(slot[0], room.start, room.size, 4, flight) == C.KBT_OK
+    sink = ffi.callback("kbt_sink", lambda _, data, count: None)
+    assert C.kbt_flight_log(flights[0][0], sink, ffi.NULL) == C.KBT_E_ORDER
+    assert C.kbt_flight_log_size(flights[0][0]) == 0
+    assert C.kbt_flight_log(flights[1][0], sink, ffi.NULL) == C.KBT_OK
+    assert C.kbt_flight_log(flights[1][0], ffi.NULL, ffi.NULL) == C.KBT_E_NULL
 
 
 class Aligned:
@@ -340,6 +366,42 @@ def test_forged_logs_are_refused_or_not_reproduced_and_break_nothing(small: byte
         with contextlib.suppress(kbt.BundleError):
             reproduced += FlightLog(forged).replay().reproduced
     assert reproduced < 0.2 * len(small)  # what the records do not use of their room, and the count of those before
+
+
+def test_replay_needs_a_log_its_room_and_a_head_of_its_configuration(small: bytes) -> None:
+    info, outcome = ffi.new("kbt_flight_info *"), ffi.new("kbt_flight_outcome *")
+    assert C.kbt_flight_check(ffi.NULL, 0, info) == C.kbt_flight_check(small, len(small), ffi.NULL) == C.KBT_E_NULL
+    assert C.kbt_flight_check(small, len(small), info) == C.KBT_OK
+    arena, room = Aligned(C.kbt_arena_bytes(ffi.addressof(info.cfg))), Aligned(info.replay_bytes + 64)
+    slot = ffi.new("kbt_head **")
+    assert C.kbt_init(ffi.addressof(info.cfg), arena.start, arena.size, slot) == C.KBT_OK
+    head, start, size = slot[0], room.start, info.replay_bytes
+
+    def replay(log: Any = small, head: Any = head, memory: Any = start, bytes: int = size, to: Any = outcome) -> int:
+        return int(C.kbt_flight_replay(log, len(small), head, memory, bytes, ffi.NULL, ffi.NULL, to))
+
+    assert replay(head=ffi.NULL) == replay(memory=ffi.NULL) == replay(to=ffi.NULL) == C.KBT_E_NULL
+    assert replay(log=bytes(len(small))) == C.KBT_E_BLOB_FOREIGN
+    assert replay(bytes=size - 1) == C.KBT_E_SIZE
+    assert replay(memory=start + 8) == C.KBT_E_ALIGN
+    other = ffi.new("kbt_config *", info.cfg)
+    other.noise_var = 0.5
+    arena_2 = Aligned(C.kbt_arena_bytes(other))
+    assert C.kbt_init(other, arena_2.start, arena_2.size, slot) == C.KBT_OK
+    assert replay(head=slot[0]) == C.KBT_E_BLOB_CONFIG
+    assert replay() == C.KBT_OK
+    assert outcome.reproduced == 1
+    assert room.intact()
+
+
+def test_a_log_whose_parts_do_not_fit_is_refused(small: bytes) -> None:
+    short = bytearray(small[:79])  # a sound header, and not even the numbers behind it
+    struct.pack_into("<Q", short, 8, len(short))
+    longer = bytearray(small + b"\0")  # a record and a bit
+    struct.pack_into("<Q", longer, 8, len(longer))
+    for forged in (short, longer):
+        with pytest.raises(kbt.BundleError):
+            FlightLog(sealed(bytes(forged)))
 
 
 def test_a_log_that_asks_for_a_huge_head_is_refused_before_memory_is_taken(small: bytes) -> None:

@@ -27,6 +27,11 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "coverage"
 CSRC = ROOT / "csrc"
 FLAGS = f"-fprofile-instr-generate={WORK}/raw/%8m.profraw -fcoverage-mapping"  # eight files at most for each program
+# They look at the symbols of a library or an object, where the instrumentation puts its own.
+LEFT_OUT = (
+    "tests/test_cabi.py::test_the_library_exports_what_the_header_declares_and_nothing_else",
+    "tests/test_codegen.py::test_the_weights_are_constants_and_no_name_can_collide",
+)
 SETTINGS = f"""[run]
 source_pkgs = kbt_edge
 parallel = true
@@ -70,6 +75,7 @@ def run_tests(arguments: list[str]) -> int:
     python = WORK / "venv/bin/python"
     rc = f"--rcfile={WORK}/settings"
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={WORK}/tmp", *arguments]
+    pytest += [f"--deselect={name}" for name in LEFT_OUT]
     done = subprocess.run(
         [python, "-m", "coverage", "run", rc, *pytest], cwd=ROOT, env=os.environ | {"PATH": path}, check=False
     )
