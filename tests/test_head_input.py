@@ -593,3 +593,15 @@ def test_inputs_too_small_to_say_anything_count_as_zero(dtype: str, silent: floa
     tiny = float(np.finfo(dtype).smallest_subnormal)
     assert learned(silent) == learned(-silent) == learned(tiny) == learned(-0.0) == learned(0.0)
     assert learned(heard) != learned(0.0)
+
+
+def test_the_binding_refuses_what_no_class_of_the_package_sends() -> None:
+    head = kbt.Head(np.ones((1, 3)))
+    before = head.to_bytes()
+    for arguments in ((), (np.ones(3),) * 9):
+        with pytest.raises(TypeError, match=r"expected \d arguments, got \d"):
+            head._core.predict(*arguments)
+    empty = type(head._core).__new__(type(head._core))
+    with pytest.raises(TypeError, match="never initialised"):
+        empty.predict(np.ones(3, np.float32))
+    assert head.to_bytes() == before

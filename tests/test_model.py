@@ -547,3 +547,42 @@ def test_the_short_way_and_the_long_way_agree(make: Callable[[], Model]) -> None
         u, v = short.observe(y), long.observe(y)
         np.testing.assert_allclose(u[1:], v[1:], rtol=1e-4, atol=1e-5)
     assert short.head.samples == long.head.samples == 30
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("emx_onnx_cgen") is None or shutil.which(os.environ.get("CC", "cc")) is None,
+    reason="a compiled trunk needs emx-onnx-cgen and a C compiler",
+)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.long("compiles trunks, which takes long under emulation")
+def test_every_form_of_an_input_and_a_target_means_the_same(rows: int, tmp_path: Path) -> None:
+    """Whatever the short way cannot take goes the long way, to the same bits."""
+    head = make_head(dtype="float32", max_rows=rows)
+    model = make_model(tiny_onnx.Control(rows=rows), head=head, backend="compiled", cache_dir=tmp_path)
+    assert model._pipeline is not None
+    fresh = model.head.to_bytes()
+    x, y = np.arange(4.0 * rows).reshape(rows, 4) / 8, np.arange(2.0 * rows).reshape(rows, 2) * 8 + 64
+    wide_x, wide_y = np.repeat(x, 2, axis=1), np.repeat(y, 2, axis=1)
+    inputs = [x, x.astype(np.float32), x.astype(np.float16), x.tolist(), wide_x[:, ::2], np.asfortranarray(x)]
+    targets = [y, y.astype(np.float32), y.astype(np.int64), y.tolist(), wide_y[:, ::2]]
+    if rows == 1:
+        inputs += [x[0], x[0].astype(np.float32), wide_x[0, ::2]]
+        targets = [target[0] for target in targets]  # type: ignore[index]
+    predictions, states = set(), set()
+    for each in inputs:
+        predicted = model.predict(each)
+        predictions.add((predicted.mean.tobytes(), predicted.cov.tobytes(), predicted.total_var.tobytes()))
+    for each in targets:
+        model.head.restore(fresh)
+        model.predict(x)
+        model.observe(each)
+        states.add(model.head.to_bytes())
+    assert len(predictions) == len(states) == 1
+    for wrong in (x[:, :3], x[:, :, None], np.zeros((rows + 1, 4)), np.float64(1.0), x.reshape(-1, 2, 2)):
+        with pytest.raises(ShapeError):
+            model.predict(wrong)
+    for wrong in (y[:, :1], np.zeros((rows + 1, 2)), np.zeros((rows, 2, 1))):
+        model.predict(x)
+        with pytest.raises(ShapeError):
+            model.observe(wrong)
+    assert model.head.to_bytes() == states.pop()
