@@ -369,8 +369,9 @@ chmod +x "$program"
         print(f"tests: output in {', '.join(map(str, logs))}", flush=True)
 
         def one(part: int) -> int:
-            words = [*map(str, call), "--part", f"{part + 1}/{parts}", *arguments]
-            with logs[part].open("w") as log:
+            # A folder of its own: two processes would clear away each other's in the common one.
+            with tempfile.TemporaryDirectory() as folder, logs[part].open("w") as log:
+                words = [*map(str, call), f"--basetemp={folder}/tests", "--part", f"{part + 1}/{parts}", *arguments]
                 return subprocess.run(words, cwd=self.home, env=self.environment, stdout=log, stderr=log).returncode
 
         with ThreadPoolExecutor(parts) as pool:
