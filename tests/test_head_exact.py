@@ -293,3 +293,23 @@ def test_a_gated_prediction_is_spent() -> None:
     assert head.observe([1e3]).status == "gated"
     with pytest.raises(kbt.RangeError, match="observe"):
         head.observe([0.0])
+
+
+@pytest.mark.parametrize("apart", [2.0**-10, 2.0**-24, 2.0**-40, 0.0])
+@pytest.mark.parametrize("covariance", ["full", "neuron"])
+def test_rows_that_differ_by_a_hair_are_regressed_exactly(covariance: str, apart: float) -> None:
+    mpmath = pytest.importorskip("mpmath")
+    head = kbt.Head(
+        [[0.5, -1.0, 2.0]], prior_var=0.3, noise_var=0.2, covariance=covariance, dtype="float64", max_rows=2
+    )
+    rows = [[apart, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]
+    head.update([row[:3] for row in rows], [[0.0], [1.0]])
+    with mpmath.workdps(60):
+        A, prior = mpmath.matrix(rows), mpmath.eye(4) * mpmath.mpf(0.3)
+        gain = prior * A.T * mpmath.inverse(A * prior * A.T + mpmath.eye(2) * mpmath.mpf(0.2))
+        mean = mpmath.matrix([0.5, -1.0, 2.0, 0.0])
+        mean += gain * (mpmath.matrix([0.0, 1.0]) - A * mean)
+        cov = prior - gain * A * prior
+        want = np.array(mean.tolist(), float).ravel(), np.array(cov.tolist(), float)
+    np.testing.assert_allclose(head.layers[0].mean.ravel(), want[0], rtol=1e-13, atol=1e-16)
+    np.testing.assert_allclose(head.layers[0].cov.reshape(4, 4), want[1], rtol=1e-12, atol=1e-16)

@@ -38,7 +38,9 @@ PROFILE = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 D, MAX_ROWS = 3, 3
 TOLERANCE = 1e-9  # of tests/test_core_vs_reference.py, in float64
 
-numbers = st.floats(-3, 3, width=32)
+# Rows that differ by a hair make the reference lose digits, not the core (test_head_exact.py): it inverts the
+# covariance of the outputs, which is then all but singular.
+numbers = st.integers(-768, 768).map(lambda n: n / 256)
 BAD = [np.nan, np.inf, -np.inf]
 EXTREME = [3e38, -3e38, 1e308, -1e308, 5e-324, -1e-45, 1e-310, 1e19, 0.0]
 
