@@ -16,16 +16,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import venv
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "coverage"
 CSRC = ROOT / "csrc"
+Place = tuple[int, int, int, int]  # of a condition: first line and column, last line and column
 FLAGS = f"-fprofile-instr-generate={WORK}/raw/%8m.profraw -fcoverage-mapping"  # eight files at most for each program
 # They look at the symbols of a library or an object, where the instrumentation puts its own.
 LEFT_OUT = (
@@ -100,53 +103,72 @@ def has_map(path: Path) -> bool:
         return file.read(4) == b"\x7fELF" and b"__llvm_covmap" in file.read()
 
 
-def export(form: str, profile: Path, objects: list[Path]) -> str:
-    call = [needed("llvm-cov"), "export", f"-format={form}", f"-instr-profile={profile}", str(objects[0])]
+def llvm_cov(*words: str, profile: Path, objects: list[Path]) -> str:
+    call = [needed("llvm-cov"), *words, f"-instr-profile={profile}", str(objects[0])]
     call += [word for path in objects[1:] for word in ("-object", str(path))] + [str(CSRC)]
     return subprocess.run(call, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-def report_core(missing: bool) -> None:
-    profile = WORK / "profile"
-    raw = [str(path) for path in (WORK / "raw").glob("*.profraw")]
-    subprocess.run([needed("llvm-profdata"), "merge", "-sparse", *raw, "-o", profile], check=True)
-    objects = measured_objects()
+def counted_lines(lcov: str) -> dict[str, dict[int, int]]:
+    """How often each line of each file ran."""
     lines: defaultdict[str, dict[int, int]] = defaultdict(dict)
-    for line in export("lcov", profile, objects).splitlines():
-        kind, _, value = line.partition(":")
+    for record in lcov.splitlines():
+        kind, _, value = record.partition(":")
         if kind == "SF":
-            name = str(Path(value).relative_to(CSRC))
+            name = Path(value).name
         elif kind == "DA":
             number, count = value.split(",")[:2]
             lines[name][int(number)] = lines[name].get(int(number), 0) + int(count)
-    outcomes: defaultdict[str, dict[tuple[int, int, int, int], tuple[int, int]]] = defaultdict(dict)
-    for file in json.loads(export("text", profile, objects))["data"][0]["files"]:
-        found = outcomes[str(Path(file["filename"]).relative_to(CSRC))]
-        for branch in file["branches"]:
-            place, yes, no = tuple(branch[:4]), branch[4], branch[5]
-            before = found.get(place, (0, 0))
-            found[place] = (before[0] + yes, before[1] + no)
+    return lines
+
+
+def conditions_of_run_time(shown: str) -> set[tuple[str, int, int]]:
+    """File, line and column of every condition that some instance leaves to run time."""
+    found, name = set(), ""
+    for record in shown.splitlines():
+        if record.startswith(f"{CSRC}/"):
+            name = Path(record.rstrip(":")).name
+        elif match := re.search(r"Branch \((\d+):(\d+)\): \[(?!Folded)", record):
+            found.add((name, int(match[1]), int(match[2])))
+    return found
+
+
+def counted_outcomes(exported: str, judged: set[tuple[str, int, int]]) -> dict[str, dict[Place, tuple[int, int]]]:
+    """How often each condition was true, and false."""
+    outcomes: defaultdict[str, dict[Place, tuple[int, int]]] = defaultdict(dict)
+    for file in json.loads(exported)["data"][0]["files"]:
+        name = Path(file["filename"]).name
+        for line, column, last_line, last, yes, no, *_ in file["branches"]:
+            if (name, line, column) in judged:
+                place = (line, column, last_line, last)
+                before = outcomes[name].get(place, (0, 0))
+                outcomes[name][place] = (before[0] + yes, before[1] + no)
+    return outcomes
+
+
+def report_core(missing: bool) -> None:
+    profile, objects = WORK / "profile", measured_objects()
+    raw = [str(path) for path in (WORK / "raw").glob("*.profraw")]
+    subprocess.run([needed("llvm-profdata"), "merge", "-sparse", *raw, "-o", profile], check=True)
+    run = partial(llvm_cov, profile=profile, objects=objects)
+    lines = counted_lines(run("export", "-format=lcov"))
+    judged = conditions_of_run_time(run("show", "-show-branches=count", "-use-color=0"))
+    outcomes = counted_outcomes(run("export", "-format=text"), judged)
     totals = [0, 0, 0, 0]
     print(f"{'file':<20} {'lines':>6} {'missed':>6} {'':>6}  {'branches':>8} {'missed':>6}")
-    for name in sorted(lines):
-        never = [number for number, count in sorted(lines[name].items()) if count == 0]
-        # Neither outcome of a condition on an executed line: it was decided by the compiler.
-        decided = {place for place, counts in outcomes[name].items() if counts == (0, 0) and lines[name].get(place[0])}
-        counted = {place: counts for place, counts in outcomes[name].items() if place not in decided}
-        one_sided = [(place, way) for place, (yes, no) in counted.items() for way, n in ((1, yes), (0, no)) if n == 0]
-        row = (len(lines[name]), len(never), 2 * len(counted), len(one_sided))
+    for name, counted in sorted(lines.items()):
+        never = [number for number, count in sorted(counted.items()) if count == 0]
+        sides = [(place, way, n) for place, both in outcomes[name].items() for way, n in zip("tf", both, strict=True)]
+        one_sided = sorted((place, way) for place, way, n in sides if n == 0)
+        row = (len(counted), len(never), len(sides), len(one_sided))
         totals = [total + value for total, value in zip(totals, row, strict=True)]
         print_row(name, *row)
-        if missing:
-            text = (CSRC / name).read_text().splitlines()
-            for number in never:
-                print(f"    {number:>4} never executed      {text[number - 1].strip()}")
-            for (line, first, last_line, last), way in sorted(one_sided):
-                what = text[line - 1][first - 1 : last - 1 if last_line == line else None]
-                print(f"    {line:>4} never {'true ' if way else 'false'}          {what}")
-            for line, first, last_line, last in sorted(decided):
-                what = text[line - 1][first - 1 : last - 1 if last_line == line else None]
-                print(f"    {line:>4} decided by compiler {what}")
+        text = (CSRC / name).read_text().splitlines()
+        for number in never if missing else ():
+            print(f"    {number:>4} never executed  {text[number - 1].strip()}")
+        for (line, first, last_line, last), way in one_sided if missing else ():
+            what = text[line - 1][first - 1 : last - 1 if last_line == line else None]
+            print(f"    {line:>4} never {'true ' if way == 't' else 'false'}     {what}")
     print_row("csrc/", *totals)
 
 
@@ -156,7 +178,7 @@ def print_row(name: str, lines: int, missed: int, branches: int, one_sided: int)
     print(f"{name:<20} {lines:>6} {missed:>6} {line_share:>5.1f}%  {branches:>8} {one_sided:>6} {branch_share:>5.1f}%")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="Lines and branches that the ordinary test run executes.")
     parser.add_argument("--report", action="store_true", help="only report on the last run")
     parser.add_argument("--missing", action="store_true", help="also print what was never executed")
@@ -169,7 +191,7 @@ def main() -> None:
         failed = run_tests(options.pytest)
     report_python(options.missing)
     report_core(options.missing)
-    raise SystemExit(failed)
+    return failed
 
 
 if __name__ == "__main__":
