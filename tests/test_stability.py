@@ -46,9 +46,9 @@ class Layer:
         figures = f"trace {t32:.4e} ({t32 / t64 - 1:+.1e})", f"logdet {l32:.3f} ({l32 / l64 - 1:+.1e})"
         return ", ".join((*figures, f"smallest D {self.smallest:.1e}"))
 
-    def agrees(self) -> bool:
+    def agrees(self, within: float = 0.05) -> bool:
         (t32, t64), (l32, l64) = self.trace, self.logdet
-        return abs(t32 - t64) <= 0.05 * t64 and abs(l32 - l64) <= 0.05 * abs(l64)
+        return abs(t32 - t64) <= within * t64 and abs(l32 - l64) <= within * abs(l64)
 
 
 def build(folder: Path) -> Path | None:

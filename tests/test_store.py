@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import cffi
@@ -170,7 +169,3 @@ def test_a_state_of_another_configuration_is_refused_and_changes_nothing(flash: 
     before = state(flash, other)
     assert flash.load(other) == E_STATE
     assert state(flash, other) == before
-
-
-def test_the_file_under_test_is_the_one_that_firmware_gets(tmp_path: Path) -> None:
-    assert (CSRC / "kbt_store.c").read_bytes() == installed("csrc/kbt_store.c").read_bytes()

@@ -83,7 +83,7 @@ def fuzz(target: Target, seconds: int, runs: int, jobs: int, work: Path) -> Outc
         path.mkdir(parents=True, exist_ok=True)
     call = [*target.command(folder), str(corpus), *([str(seeds)] if seeds.is_dir() else [])]
     call += ["-max_len=2048", "-len_control=0"] if target.name != "bundle" else []
-    call += ["-print_final_stats=1", "-rss_limit_mb=2048", "-timeout=900", f"-artifact_prefix={folder}/findings/"]
+    call += ["-print_final_stats=1", "-rss_limit_mb=2048", "-timeout=60", f"-artifact_prefix={folder}/findings/"]
     call += [f"-max_total_time={seconds}"] * (seconds > 0) + [f"-runs={runs}"] * (runs > 0)
     processes = []
     for job in range(jobs):

@@ -22,17 +22,7 @@ struct Tally {
   ~Tally() { std::fprintf(stderr, "abi: %llu calls, %llu refused, %llu learned\n", calls, refused, learned); }
 } tally;
 
-struct Free {
-  void operator()(void *memory) const { std::free(memory); }
-};
-using Memory = std::unique_ptr<void, Free>;
 using Blob = std::vector<unsigned char>;
-
-Memory arena_of(std::size_t bytes) {
-  void *memory = nullptr;
-  REQUIRE(posix_memalign(&memory, KBT_ARENA_ALIGN, bytes) == 0);
-  return Memory(memory);
-}
 
 kbt_config configuration(fuzz::Bytes &in) {
   kbt_config cfg;
@@ -68,7 +58,7 @@ template <class T>
 class Session {
  public:
   Session(fuzz::Bytes &in, const kbt_config &cfg) : in_(in), cfg_(cfg), d_(cfg.widths[0]), n_(cfg.widths[cfg.layers]) {
-    memory_ = arena_of(kbt_arena_bytes(&cfg));
+    memory_ = fuzz::memory_of(kbt_arena_bytes(&cfg));
     REQUIRE(kbt_init(&cfg, memory_.get(), kbt_arena_bytes(&cfg), &head_) == KBT_OK);
     state_ = save();
   }
@@ -147,7 +137,7 @@ class Session {
     return kbt_set_means(head_, means);
   }
   kbt_status load_own() {  // into this head and into a second one: the same bytes come out of both
-    const Memory memory = arena_of(kbt_arena_bytes(&cfg_));
+    const fuzz::Memory memory = fuzz::memory_of(kbt_arena_bytes(&cfg_));
     kbt_head *twin = nullptr;
     REQUIRE(kbt_init(&cfg_, memory.get(), kbt_arena_bytes(&cfg_), &twin) == KBT_OK);
     REQUIRE(kbt_state_load(twin, state_.data(), state_.size()) == KBT_OK);
@@ -239,7 +229,7 @@ class Session {
   fuzz::Bytes &in_;
   const kbt_config cfg_;
   const int d_, n_;
-  Memory memory_;
+  fuzz::Memory memory_;
   kbt_head *head_ = nullptr;
   Blob state_;
   kbt_result result_{0.0, 0.0};
@@ -260,9 +250,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t *data, std::size_t size
   REQUIRE((status == KBT_OK) == (bytes != 0));
   constexpr std::size_t kLargest = std::size_t{1} << 17;  // small heads have the same code, and take more calls
   if (bytes == 0 || bytes > kLargest) return 0;
-
   if (in.rarely()) {  // one byte too few
-    const Memory memory = arena_of(bytes - 1);
+    const fuzz::Memory memory = fuzz::memory_of(bytes - 1);
     kbt_head *head = nullptr;
     REQUIRE(kbt_init(&cfg, memory.get(), bytes - 1, &head) == KBT_E_SIZE && head == nullptr);
   }

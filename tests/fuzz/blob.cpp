@@ -54,11 +54,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t *data, std::size_t size
   const std::size_t bytes = kbt_arena_bytes(&cfg);
   REQUIRE(bytes != 0);
   if (bytes > kLargestArena) return 0;
-  void *arena = nullptr;
-  REQUIRE(posix_memalign(&arena, KBT_ARENA_ALIGN, bytes) == 0);
-  const std::unique_ptr<void, void (*)(void *)> owner(arena, std::free);
+  const fuzz::Memory arena = fuzz::memory_of(bytes);
   kbt_head *head = nullptr;
-  REQUIRE(kbt_init(&cfg, arena, bytes, &head) == KBT_OK);
+  REQUIRE(kbt_init(&cfg, arena.get(), bytes, &head) == KBT_OK);
   std::vector<std::uint8_t> before(kbt_state_size(head)), after(before.size());
   REQUIRE(kbt_state_save(head, before.data(), before.size()) == KBT_OK);
 

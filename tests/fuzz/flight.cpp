@@ -4,10 +4,8 @@
 // finite, and to the same state a second time. A mutator repairs the header, and that of the state inside, most of the
 // time.
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <vector>
 
 #include "fuzz.hpp"
 #include "kbt_flight.h"
@@ -26,17 +24,6 @@ struct Tally {
 
 constexpr std::size_t kFront = 80, kLargest = std::size_t{1} << 22;
 
-struct Free {
-  void operator()(void *memory) const { std::free(memory); }
-};
-using Memory = std::unique_ptr<void, Free>;
-
-Memory of(std::size_t bytes) {
-  void *memory = nullptr;
-  REQUIRE(posix_memalign(&memory, KBT_ARENA_ALIGN, bytes) == 0);
-  return Memory(memory);
-}
-
 void count_step(void *context, const kbt_flight_step *step) {
   auto &next = *static_cast<std::uint64_t *>(context);
   REQUIRE(step->index == next);
@@ -45,7 +32,8 @@ void count_step(void *context, const kbt_flight_step *step) {
 
 kbt_status replay(const std::uint8_t *log, std::size_t size, const kbt_flight_info &info, kbt_flight_outcome &outcome) {
   const std::size_t bytes = kbt_arena_bytes(&info.cfg);
-  const Memory arena = of(bytes), room = of(static_cast<std::size_t>(info.replay_bytes));
+  const fuzz::Memory arena = fuzz::memory_of(bytes);
+  const fuzz::Memory room = fuzz::memory_of(static_cast<std::size_t>(info.replay_bytes));
   kbt_head *head = nullptr;
   REQUIRE(kbt_init(&info.cfg, arena.get(), bytes, &head) == KBT_OK);
   std::uint64_t steps = 0;

@@ -7,6 +7,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <memory>
+
+#include "kbt.h"
 
 #define REQUIRE(fact)                                                         \
   do {                                                                        \
@@ -17,6 +20,18 @@
   } while (0)
 
 namespace fuzz {
+
+struct Free {
+  void operator()(void *memory) const { std::free(memory); }
+};
+using Memory = std::unique_ptr<void, Free>;
+
+// Memory for a head, of exactly this size: the address sanitizer sees the first byte beyond.
+inline Memory memory_of(std::size_t bytes) {
+  void *memory = nullptr;
+  REQUIRE(posix_memalign(&memory, KBT_ARENA_ALIGN, bytes) == 0);
+  return Memory(memory);
+}
 
 class Bytes {
  public:
