@@ -369,6 +369,7 @@ class Head : public kbt_head {
       measurement_.replace(output_cov(), y, R, top);
     }
     const T nis = measurement_.nis;
+    if (measurement_.floored < 0) return KBT_E_RANGE;
     if (!is_finite(nis) || !is_finite(measurement_.log_likelihood)) return KBT_E_RANGE;
     for (Index i = last; i > 0; --i) {
       layers_[i].adjoint_backward(adjoint(i, rows, rank), adjoint(i - 1, rows, rank), relu_[i - 1].gates);

@@ -631,7 +631,8 @@ struct Linear {
     }
     for (Index k = 0; k < count; ++k) {
       const T sign = shorter ? T(1) : adjoint.signs[k];
-      s.rank_one(H + k * length, Factor::constant(sign), sign * Factor::at(Q, k * count + k), !fuse, step);
+      const Value share = s.keep_steps(H + k * length, sign, sign * Factor::at(Q, k * count + k), floored);
+      s.rank_one(H + k * length, Factor::constant(sign), share, !fuse, step);
       for (Index i = k + 1; i < count; ++i) s.advance(H + i * length, step);
     }
     if (single) add_gain(step.b, adjoint.rho[0]);

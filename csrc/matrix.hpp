@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstring>
+#include <limits>
 
 namespace kbt {
 
@@ -180,10 +181,12 @@ bool all_finite(const T *x, Index n) {  // x - x is 0 for a finite number and Na
 }
 
 // In place A = L L^T, lower triangle only. A pivot below `floor`, which exact arithmetic could not give, is raised to
-// it. Returns how many were.
+// it, and so is one below the rounding of what it was left of: L^-1 would blow that up. Returns how many were, or -1
+// for an A so far from positive definite that rounding alone made it.
 template <class T>
 int cholesky(T *A, Index n, T floor) {
   int floored = 0;
+  bool lost = false;
   for (Index i = 0; i < n; ++i) {
     T *row = A + i * n;
     for (Index j = 0; j <= i; ++j) {
@@ -191,13 +194,16 @@ int cholesky(T *A, Index n, T floor) {
       if (j < i) {
         row[j] = rest / A[j * n + j];
       } else {
-        const bool low = !(rest >= floor);
+        const T rounding = T(n) * std::numeric_limits<T>::epsilon() * row[i];
+        const T least = rounding > floor ? rounding : floor;
+        const bool low = !(rest >= least);
         floored += low;
-        row[i] = std::sqrt(low ? floor : rest);
+        lost |= rest < -row[i];
+        row[i] = std::sqrt(low ? least : rest);
       }
     }
   }
-  return floored;
+  return lost ? -1 : floored;
 }
 
 // x = L^-1 x

@@ -256,6 +256,24 @@ struct Factors {
     return {memory, runs + set * W, runs + (sets + set) * W, alpha, 2 * sets * W};
   }
 
+  // Leaves out, by f = 0 and alpha_0 = 1, the steps that rounding has made: alpha_M is 1 in exact arithmetic, and
+  // theirs is far from it. Numbers that differ by more orders of magnitude than T has digits do that.
+  Value keep_steps(T *f, T lambda, Value alpha_0, int &left_out) const {
+    const Value variance = weighted(f, f);
+    const auto keep = [&](T x, T &alpha, Index lane) {
+      if (std::fabs(alpha + lambda * x) - T(0.5) * x <= T(4)) return;
+      for (Index q = 0; q < M; ++q) f[q * W + lane] = T(0);
+      alpha = T(1);
+      ++left_out;
+    };
+    if constexpr (W == 1) {
+      keep(variance, alpha_0, 0);
+    } else {
+      for (Index l = 0; l < W; ++l) keep(variance[l], alpha_0[l], l);
+    }
+    return alpha_0;
+  }
+
   // S <- S - (lambda / alpha_M) (S a)(S a)^T for f = U^T a, where alpha_0 is what the step leaves of the variance of
   // a^T w, as a share: alpha_0 = 1 - lambda a^T S a, alpha_M = alpha_0 + lambda a^T S a = 1. On return step.b = S a
   // with the old S.

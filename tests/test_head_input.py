@@ -583,6 +583,41 @@ def test_extreme_finite_input_is_refused_or_gives_a_finite_result(settings: dict
     assert refusals > 0  # the extremes are extreme enough
 
 
+def spread(rng: np.random.Generator, shape: tuple[int, ...], digits: float) -> np.ndarray:
+    """Numbers of either sign, of every order of magnitude from 10^-digits to 10^digits."""
+    sign: np.ndarray = rng.choice([-1.0, 1.0], shape)
+    return sign * 10.0 ** rng.uniform(-digits, digits, shape)
+
+
+@pytest.mark.parametrize("settings", EXTREME_HEADS, ids=lambda s: "-".join(map(str, s.values())))
+def test_rows_of_every_magnitude_never_leave_a_state_that_is_not_finite(settings: dict[str, Any]) -> None:
+    """Joint updates, whose rows differ by more orders of magnitude than a number has digits: only rounding is left."""
+    settings = dict(settings)
+    hidden, rows, rng = settings.pop("hidden"), 3, np.random.default_rng(0)
+    weight = [[1.0, 0.5, -0.5], [0.25, 0.0, 2.0]]
+    fresh = kbt.Head(weight, hidden=hidden, prior_var=10.0, max_rows=rows, **{"noise_var": 1e-2, **settings}).to_bytes()
+    learned = 0
+    for trial in range(300):
+        if trial % 10 == 0:
+            head = kbt.Head.from_bytes(fresh)
+        digits = rng.uniform(0, 12 if settings["dtype"] == "float32" else 70)
+        h = spread(rng, (rows, D), digits)
+        y = spread(rng, (rows, D_O), digits) if settings["output"] == "gaussian" else rng.integers(0, D_O, rows)
+        before = head.to_bytes()
+        try:
+            head.update(h, y)
+            learned += 1
+        except NumericsError:
+            assert head.to_bytes() == before
+        for i, layer in enumerate(head.layers):
+            assert np.isfinite(layer.mean).all()
+            smallest, largest = head.factor_range(i)
+            assert smallest >= 0
+            assert np.isfinite(largest)
+        kbt.Head.from_bytes(head.to_bytes())  # a state that its own loader accepts
+    assert learned > 0
+
+
 @pytest.mark.parametrize(("dtype", "silent", "heard"), [("float32", 9e-13, 1.1e-12), ("float64", 9e-101, 1.1e-100)])
 def test_inputs_too_small_to_say_anything_count_as_zero(dtype: str, silent: float, heard: float) -> None:
     def learned(h: float) -> bytes:
