@@ -361,7 +361,9 @@ class Core {
       if (const auto mailbox = reader.lock()) kbt_post(head_, mailbox->get());
     }
   }
-  void take(const Mailbox &mailbox) { kbt_take(head(), mailbox.get()); }
+  void take(const std::shared_ptr<Mailbox> &mailbox) {
+    if (kbt_take(head(), mailbox->get()) == KBT_OK && taken_from_ != mailbox) taken_from_ = mailbox;
+  }
 
   // The core's work on this head: without the interpreter where that pays. Meanwhile head() refuses other threads.
   template <class F>
@@ -399,6 +401,7 @@ class Core {
 
   Memory arena_, flight_memory_;
   std::vector<std::weak_ptr<Mailbox>> readers_;
+  std::shared_ptr<Mailbox> taken_from_;  // holds what this head has learned
   std::size_t bytes_ = 0;
   bool busy_ = false;  // a thread works on the head without the interpreter; written only with it
   kbt_head *head_ = nullptr;

@@ -179,12 +179,17 @@ class Head : public kbt_head {
   const T *noise() const { return noise_; }
   // Everything that learning changes but the sample count and the kind of noise, as one piece: two heads of one
   // configuration have it in the same order.
-  void *learned() { return layers_[0].w.mean; }
   const void *learned() const { return layers_[0].w.mean; }
   std::size_t learned_bytes() const { return learned_bytes_; }
   bool noise_is_matrix() const { return noise_matrix_; }
-  // What goes with learned numbers that were copied into this head.
-  void take_over(std::uint64_t its_samples, bool its_noise_is_matrix) {
+  // From now on this head's learned numbers are these, in the order of learned(), with what goes with them.
+  void take_over(void *numbers, std::uint64_t its_samples, bool its_noise_is_matrix) {
+    T *const from = layers_[0].w.mean, *const to = static_cast<T *>(numbers);
+    for (Index i = 0; i < layers(); ++i) {
+      Posterior<T> &w = layers_[i].w;
+      for (T **piece : {&w.mean, &w.d, &w.u}) *piece = to + (*piece - from);
+    }
+    noise_ = to + (noise_ - from);
     samples = its_samples;
     noise_matrix_ = its_noise_is_matrix;
     predicted_rows = 0;

@@ -76,10 +76,7 @@ kbt_status kbt_take(kbt_head *head, kbt_mailbox *mailbox) {
   if ((mailbox->middle.load(std::memory_order_relaxed) & kFresh) == 0) return KBT_OK;
   mailbox->readers = mailbox->middle.exchange(mailbox->readers, std::memory_order_acq_rel) & ~kFresh;
   const Slot &slot = mailbox->slots[mailbox->readers];
-  kbt::as_head(head, [&](auto &self) {
-    std::memcpy(self.learned(), slot.numbers, self.learned_bytes());
-    self.take_over(slot.samples, slot.noise_is_matrix);
-  });
+  kbt::as_head(head, [&](auto &self) { self.take_over(slot.numbers, slot.samples, slot.noise_is_matrix); });
   if (head->tap != nullptr) head->tap->replaced(head->tap);
   return KBT_OK;
 }

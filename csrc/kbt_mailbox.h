@@ -5,8 +5,9 @@
  * learner writes, one that the reader reads, and one that changes hands by a single atomic exchange. So
  *  - neither side ever waits for the other, or repeats anything;
  *  - the reader sees the posterior after a whole update, never half of one;
- *  - posting and taking cost a copy of the learned numbers, and taking costs one load when nothing is new.
- * It works as well between a main loop and an interrupt of a microcontroller with atomic exchange (Cortex-M3 and up).
+ *  - posting costs a copy of the learned numbers, and taking none: the reader's head works on the copy that it has
+ * taken, where it lies. So only one head may take from a mailbox, which must live as long as that head. It works as
+ * well between a main loop and an interrupt of a microcontroller with atomic exchange (Cortex-M3 and up).
  */
 #ifndef KBT_MAILBOX_H
 #define KBT_MAILBOX_H
@@ -22,7 +23,7 @@ typedef struct kbt_mailbox kbt_mailbox;
 /* Bytes of memory for a mailbox between heads of this one's configuration; 0 for NULL. */
 KBT_API size_t kbt_mailbox_bytes(const kbt_head *head);
 /* Lay a mailbox out in `memory`, aligned to KBT_ARENA_ALIGN, and post what `head` knows now. The mailbox lives as long
- * as the memory; it keeps no pointer to the head. */
+ * as the memory; it keeps no pointer to the head of the learner, which may go before it. */
 KBT_API kbt_status kbt_mailbox_init(const kbt_head *head, void *memory, size_t bytes, kbt_mailbox **mailbox);
 /* By the learner, after what it has learned. What was posted before and not taken is replaced. */
 KBT_API kbt_status kbt_post(const kbt_head *head, kbt_mailbox *mailbox);

@@ -644,6 +644,26 @@ def test_a_mailbox_carries_what_was_learned_to_a_head_of_its_configuration_only(
     assert reader.state() == head.state() != state
 
 
+def test_what_a_reader_learns_by_itself_stays_with_it_and_is_gone_with_the_next_post(head: CHead) -> None:
+    box, _memory = mailbox_of(head)
+    reader, mirror = CHead(3, 6, 2, max_rows=2), CHead(3, 6, 2, max_rows=2)
+    for _ in range(5):
+        assert C.kbt_take(reader.head, box) == C.KBT_OK
+        state = head.state()
+        assert C.kbt_state_load(mirror.head, state, len(state)) == C.KBT_OK
+        assert reader.state() == mirror.state() == head.state()
+        for other in (reader, mirror):  # in the mailbox's memory as in its own
+            assert other.update(2 * H, -Y) == C.KBT_OK
+        assert reader.state() == mirror.state() != head.state()
+        assert C.kbt_take(reader.head, box) == C.KBT_OK  # nothing new was posted
+        assert reader.state() == mirror.state()
+        assert head.update(H, Y) == C.KBT_OK
+        assert C.kbt_post(head.head, box) == C.KBT_OK
+        assert reader.state() == mirror.state()  # until it takes
+    assert C.kbt_take(reader.head, box) == C.KBT_OK
+    assert reader.state() == head.state()
+
+
 def test_a_mailbox_needs_its_room_and_no_null(head: CHead) -> None:
     needed = C.kbt_mailbox_bytes(head.head)
     memory, guard = guarded(needed + 64)
