@@ -4,16 +4,19 @@
 //   - a call that was refused (or gated, or only looks) left the state byte for byte as it was;
 //   - what was learned is finite, and no variance is negative;
 //   - what was predicted is finite, with variances that are not negative;
-//   - a saved state, loaded into a second head, is saved to the same bytes.
+//   - a saved state, loaded into a second head, is saved to the same bytes;
+//   - and so is one that came through a mailbox, in which the head then goes on.
 // The arena and every buffer have exactly the size that the header promises to suffice, so that the address sanitizer
 // sees the first byte too many.
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "fuzz.hpp"
 #include "kbt.h"
+#include "kbt_mailbox.h"
 
 namespace {
 
@@ -144,7 +147,16 @@ class Session {
     Blob again(kbt_state_size(twin));
     REQUIRE(kbt_state_save(twin, again.data(), again.size()) == KBT_OK && again == state_);
     changes_ = false;
-    return kbt_state_load(head_, state_.data(), state_.size());
+    return rows_ % 2 == 0 ? take_from(twin) : kbt_state_load(head_, state_.data(), state_.size());
+  }
+  kbt_status take_from(const kbt_head *twin) {
+    const std::size_t bytes = kbt_mailbox_bytes(twin);
+    fuzz::Memory memory = fuzz::memory_of(bytes);
+    kbt_mailbox *mailbox = nullptr;
+    REQUIRE(kbt_mailbox_init(twin, memory.get(), bytes, &mailbox) == KBT_OK);
+    const kbt_status status = kbt_take(head_, mailbox);
+    std::swap(mailbox_, memory);  // where the head's numbers were before may go
+    return status;
   }
   kbt_status load_damaged() {
     Blob blob = state_;
@@ -229,7 +241,7 @@ class Session {
   fuzz::Bytes &in_;
   const kbt_config cfg_;
   const int d_, n_;
-  fuzz::Memory memory_;
+  fuzz::Memory memory_, mailbox_;
   kbt_head *head_ = nullptr;
   Blob state_;
   kbt_result result_{0.0, 0.0};
