@@ -137,7 +137,7 @@ const char *kbt_status_str(kbt_status status) {
     case KBT_E_ALIGN: return "the arena is not aligned";
     case KBT_E_ROWS: return "rows outside 1..max_rows";
     case KBT_E_NONFINITE: return "an input holds NaN or Inf";
-    case KBT_E_RANGE: return "an input is so large that the result would not be finite";
+    case KBT_E_RANGE: return "an input is so large that the result would be infinite or rounding alone";
     case KBT_E_NOISE: return "the noise has the wrong count, is negative, or is not allowed here";
     case KBT_E_LABEL: return "a class label is out of range, or the head is not a softmax";
     case KBT_E_ORDER: return "observe needs a prediction before it";

@@ -42,7 +42,7 @@ typedef enum kbt_status {
   KBT_E_ALIGN = 5,     /* the arena is not aligned to KBT_ARENA_ALIGN */
   KBT_E_ROWS = 6,      /* rows outside 1..max_rows */
   KBT_E_NONFINITE = 7, /* an input holds NaN or Inf */
-  KBT_E_RANGE = 8,     /* finite input so large that the result would not be */
+  KBT_E_RANGE = 8,     /* input so large, or rows so unlike, that the result would be infinite or rounding alone */
   KBT_E_NOISE = 9,     /* noise: wrong count, negative, not symmetric, or not allowed with this configuration */
   KBT_E_LABEL = 10, /* a class label outside 0..d_o-1, a target row that is no probability, or labels for a gaussian */
   KBT_E_ORDER = 11, /* observe without a prediction before it */
@@ -90,7 +90,7 @@ typedef struct kbt_result {
 typedef struct kbt_counters {
   uint64_t rejected; /* calls refused for their input */
   uint64_t gated;    /* samples rejected by the gate */
-  uint64_t floored;  /* factors held at a floor because rounding had taken the rest */
+  uint64_t floored;  /* factors held at a floor, and steps left out, because rounding had taken the rest */
 } kbt_counters;
 
 /* Are the head's errors as large as it says? docs/health.md has the rules and what they were tried on. */

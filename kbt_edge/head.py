@@ -111,7 +111,7 @@ class Counters(NamedTuple):
     gated: int
     """Samples rejected by the gate."""
     floored: int
-    """Variances held at a floor because rounding had taken the rest."""
+    """Variances held at a floor, and steps left out, because rounding had taken the rest."""
 
 
 _VERDICTS = ("too few samples", "consistent", "overconfident", "underconfident", "diverging", "no band")
@@ -605,7 +605,9 @@ class Head:
                 if value is not None
             )
             names = ", ".join(name for name, value in arguments.items() if value is not None)
-            raise NumericsError(f"{names}: expected numbers with a finite result, got {sizes}", status)
+            raise NumericsError(
+                f"{names}: expected numbers with a finite result that is more than rounding, got {sizes}", status
+            )
         if status in _BLOB_ERRORS:
             raise BundleError(f"blob: expected the state of a head, got {_BLOB_ERRORS[status]}", status)
         raise _STATUS_ERRORS.get(status, KbtError)(_core.status_str(status), status)
