@@ -160,7 +160,7 @@ struct Linear {
         T *to = previous.data + (c * u.rows + a) * previous.stride;
         const T *gate = gates + a * previous.stride;
         const Index m = w.M1 - 1;
-        fill(to, T(0), previous.stride);
+        fill(to + m, T(0), previous.stride - m);
         if (w.stride == 1) {
           array(to, m) = array(w.mean, m) * *from * array(gate, m);
           continue;

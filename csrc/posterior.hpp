@@ -121,12 +121,14 @@ struct Factors {
     f[0] = z[0];
     for (Index q = 1; q < M;) {  // columns of one length, four at a time
       const Index length = padded(q), end = length < M - 1 ? length + 1 : M;
-      for (; q + 4 <= end; q += 4, column += 4 * length) {
-        four_dots(z, column, column + length, column + 2 * length, column + 3 * length, length, f + q);
+      for (; kVectors && q + 4 <= end; q += 4, column += 4 * length) {
+        using Four = Eigen::Array<T, 4, 1>;
+        Four sums;
+        four_dots(z, column, column + length, column + 2 * length, column + 3 * length, length, sums.data());
+        Eigen::Map<Four>(f + q) = sums + Eigen::Map<const Four>(z + q);
       }
-      for (; q < end; ++q, column += length) f[q] = dot(z, column, length);
+      for (; q < end; ++q, column += length) f[q] = dot(z, column, length) + z[q];
     }
-    array(f + 1, M - 1) += array(z + 1, M - 1);
   }
 
   // The same for P sets of lanes with one z. Four rows of U share each f_q, and the sets share z.
@@ -436,14 +438,19 @@ struct Factors {
         lanes(loss + i) = lf * vi;
       }
       T before = alpha_0;
-      for (Index i = 0; i < count; i += kLanes) {
+      Index q = 0;
+      for (; kVectors && q + kLanes <= M; q += kLanes) {
         KBT_UNROLL_ALL
         for (Index l = 0; l < kLanes; ++l) {
-          alpha[i + l] = before;
-          before -= loss[i + l];
+          alpha[q + l] = before;
+          before -= loss[q + l];
         }
       }
-      alpha[count] = before;
+      for (; q < M; ++q) {
+        alpha[q] = before;
+        before -= loss[q];
+      }
+      fill(alpha + q, before, count + 1 - q);
       for (Index i = 0; i < count; i += kLanes) {
         const Lanes<T> here = lanes(alpha + i), next = Eigen::Map<const Lanes<T>>(alpha + i + 1);
         lanes(k + i) *= T(1) / here;
