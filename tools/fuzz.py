@@ -1,6 +1,7 @@
 """Fuzz for as long as a maintainer has patience.
 
     python tools/fuzz.py [TARGET ...] [--seconds 60] [--jobs 1]
+    python tools/fuzz.py --report                # what all runs so far have spent and found
 
 Targets are the files of tests/fuzz: Python ones run under atheris (``pip install -e '.[fuzz]'``), C++ ones are built
 with clang's libFuzzer and the address and undefined-behaviour sanitizers. ``stateful`` is tests/test_stateful.py with
@@ -127,16 +128,32 @@ def stateful(seconds: int) -> Outcome:
     return outcome
 
 
+def totals_of(work: Path) -> dict[str, Any]:
+    path = work / "total.json"
+    totals: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return totals
+
+
 def remember(name: str, outcome: Outcome, work: Path) -> dict[str, Any]:
     """Add to what this folder knows of earlier runs."""
-    path = work / "total.json"
-    totals = json.loads(path.read_text()) if path.exists() else {}
+    totals = totals_of(work)
     total = totals.setdefault(name, {"cpu_seconds": 0.0, "executions": 0, "findings": 0})
     for key in ("cpu_seconds", "executions", "findings"):
         total[key] += getattr(outcome, key)
     total["tally"] = dict(outcome.tally + Counter(total.get("tally", {})))
-    path.write_text(json.dumps(totals, indent=1, sort_keys=True) + "\n")
+    (work / "total.json").write_text(json.dumps(totals, indent=1, sort_keys=True) + "\n")
     return dict(total)
+
+
+def report(work: Path) -> None:
+    totals = totals_of(work)
+    for name, total in totals.items():
+        print(
+            f"{name}: {total['cpu_seconds'] / 3600:.2f} h of processor time, {total['executions']} executions"
+            + "".join(f"; {count} {what}" for what, count in total["tally"].items())
+            + f"; {total['findings']} ended with a finding"
+        )
+    print(f"together: {sum(total['cpu_seconds'] for total in totals.values()) / 3600:.2f} h of processor time")
 
 
 def main() -> None:
@@ -146,6 +163,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=0, help="executions of each target; 0: until --seconds")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "fuzz", help="where corpora and totals are kept")
+    parser.add_argument("--report", action="store_true", help="print what was spent and found so far; fuzz nothing")
     options = parser.parse_args()
     unknown = sorted(set(options.targets) - {*TARGETS, "stateful"})
     if unknown:
@@ -153,6 +171,8 @@ def main() -> None:
     if options.seconds <= 0 and options.runs <= 0:
         parser.error("--seconds, --runs: expected one of them above 0")
     work = options.work.resolve()
+    if options.report:
+        return report(work)
     work.mkdir(parents=True, exist_ok=True)
     found = 0
     for name in options.targets or [*TARGETS, "stateful"]:
