@@ -45,3 +45,17 @@ def test_an_unknown_target_is_refused(tmp_path: Path) -> None:
     answer = subprocess.run(call, capture_output=True, text=True, check=False)
     assert answer.returncode == 2
     assert "expected some of" in answer.stderr
+
+
+@pytest.mark.long("starts Python once more, seconds of emulation")
+def test_the_report_sums_up_what_earlier_runs_have_kept(tmp_path: Path) -> None:
+    kept = {"abi": {"cpu_seconds": 5400.0, "executions": 7, "findings": 1, "tally": {"calls": 300}}}
+    kept["store"] = {"cpu_seconds": 1800.0, "executions": 9, "findings": 0, "tally": {}}
+    (tmp_path / "total.json").write_text(json.dumps(kept))
+    call = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "--report", "--work", str(tmp_path)]
+    answer = subprocess.run(call, capture_output=True, text=True, check=True)
+    assert answer.stdout.splitlines() == [
+        "abi: 1.50 h of processor time, 7 executions; 300 calls; 1 ended with a finding",
+        "store: 0.50 h of processor time, 9 executions; 0 ended with a finding",
+        "together: 2.00 h of processor time",
+    ]
