@@ -473,7 +473,8 @@ struct Factors {
   }
 
   // The same where lambda may be negative in some lanes.
-  void scale_with_growth(const T *f, const Value &lambda, const Value &alpha_0, const Step &step) {
+  __attribute__((noinline)) void scale_with_growth(const T *f, const Value &lambda, const Value &alpha_0,
+                                                   const Step &step) {
     const auto v = [&](Index q) -> decltype(auto) { return at(step.v + q * step.apart, 0); };
     const auto k = [&](Index q) -> decltype(auto) { return at(step.k + q * step.apart, 0); };
     at(step.alpha, 0) = alpha_0;
