@@ -5,9 +5,12 @@
  * learner writes, one that the reader reads, and one that changes hands by a single atomic exchange. So
  *  - neither side ever waits for the other, or repeats anything;
  *  - the reader sees the posterior after a whole update, never half of one;
- *  - posting costs a copy of the learned numbers, and taking none: the reader's head works on the copy that it has
- * taken, where it lies. So only one head may take from a mailbox, which must live as long as that head. It works as
- * well between a main loop and an interrupt of a microcontroller with atomic exchange (Cortex-M3 and up).
+ *  - posting costs a copy of the learned numbers, and taking none.
+ *
+ * The reader's head works on the copy that it has taken, where it lies: only one head may take from a mailbox, which
+ * must live as long as that head.
+ *
+ * It works as well between a main loop and an interrupt of a microcontroller with atomic exchange (Cortex-M3 and up).
  */
 #ifndef KBT_MAILBOX_H
 #define KBT_MAILBOX_H

@@ -47,7 +47,7 @@ struct Measurement {
   T *vectors;     // K x K: eigenvectors, `replace` only
   T *signs;       // K
   T nis, log_likelihood;
-  int floored;
+  int floored;  // pivots of L; -1: L is rounding alone
 
   static Index square_count(Index rows, Index n) { return rows * n * rows * n; }
 
