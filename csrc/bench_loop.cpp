@@ -62,22 +62,37 @@ bool set_flush_to_zero(bool on) {
 #endif
 }
 
-void Recorder::pace(std::uint64_t epoch_ns, std::uint64_t period_ns, std::uint64_t spin_ns) {
+void Recorder::pace(std::uint64_t epoch_ns, std::uint64_t period_ns, std::uint64_t spin_ns, bool rehearse) {
   next_release_ = epoch_ns;
   period_ = period_ns;
   spin_ = spin_ns;
+  rehearse_ = rehearse;
+  asked_ = 0;
 }
 
-void Recorder::wait() {
+void Recorder::sleep() const {
   const std::uint64_t wake = next_release_ - spin_;
   timespec until{};
   until.tv_sec = static_cast<time_t>(wake / 1000000000u);
   until.tv_nsec = static_cast<long>(wake % 1000000000u);
   while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, nullptr) == EINTR) {
   }
+}
+
+void Recorder::wait() {
+  sleep();
   while (spin_ != 0 && monotonic_ns() < next_release_) {
   }
   next_release_ += period_;
+}
+
+bool Recorder::early() {
+  if (!rehearse_) return false;
+  if (asked_ == 0) sleep();
+  const std::uint64_t now = monotonic_ns(), took = asked_ == 0 ? 0 : now - asked_;
+  const bool time_left = now + 2 * took < next_release_;
+  asked_ = time_left ? now : 0;
+  return time_left;
 }
 
 namespace {
@@ -89,11 +104,15 @@ const void *y_of(const Samples &s, std::size_t i) {
   return s.y + i % s.count * s.y_bytes;
 }
 
-int run_one(const Step &step, const void *x, const void *y) {
+int predict_one(const Step &step, const void *x) {
   if (step.trunk != nullptr) {
     if (const int status = step.trunk(step.self, x)) return status;
   }
-  if (const int status = step.predict(step.self, x)) return status;
+  return step.predict(step.self, x);
+}
+
+int run_one(const Step &step, const void *x, const void *y) {
+  if (const int status = predict_one(step, x)) return status;
   return step.observe(step.self, y);
 }
 
@@ -136,6 +155,9 @@ int run_steps(const Step &step, const Samples &samples, std::size_t first, std::
 
 int run_paced(const Step &step, const Samples &samples, std::size_t first, std::size_t steps, Recorder &recorder) {
   for (std::size_t i = first; i < first + steps; ++i) {
+    while (recorder.early()) {
+      if (const int status = predict_one(step, x_of(samples, i + samples.count - 1))) return status;
+    }
     recorder.wait();
     recorder.mark();
     if (const int status = run_one(step, x_of(samples, i), y_of(samples, i))) return status;

@@ -35,16 +35,23 @@ class Recorder {
   std::size_t used() const { return used_; }
 
   // Release k of the loop is at epoch + k * period, whatever happened to the ones before.
-  void pace(std::uint64_t epoch_ns, std::uint64_t period_ns, std::uint64_t spin_ns);
+  void pace(std::uint64_t epoch_ns, std::uint64_t period_ns, std::uint64_t spin_ns, bool rehearse);
   // Sleep until spin_ns before the next release, and be busy until it comes. The interval before the reading that
   // follows is the delay of that release.
   void wait();
+  // With `rehearse`, to be asked before wait(): sleep until spin_ns before the next release, and say whether there is
+  // time for a rehearsal, leaving as much again as the latest one took. Without `rehearse` there never is.
+  bool early();
 
  private:
+  void sleep() const;
+
   std::vector<std::uint64_t> stamps_;
   std::size_t used_ = 0;
   bool use_counter_;
   std::uint64_t next_release_ = 0, period_ = 0, spin_ = 0;
+  bool rehearse_ = false;
+  std::uint64_t asked_ = 0;  // when early() last said yes before this release; 0: not yet
 };
 
 // One step of a control loop, cut into its stages. A stage returns 0, or a status that ends the loop.
@@ -73,7 +80,8 @@ int run_stages(const Step &step, const Samples &samples, std::size_t first, std:
 // Two readings for each `batch` whole steps.
 int run_steps(const Step &step, const Samples &samples, std::size_t first, std::size_t batches, std::size_t batch,
               Recorder &recorder);
-// Two readings a step, when it started and when it was done, and a wait for the release before each.
+// Two readings a step, when it started and when it was done, and a wait for the release before each. A rehearsal runs
+// trunk and predict on the sample of the step before; predicting learns nothing.
 int run_paced(const Step &step, const Samples &samples, std::size_t first, std::size_t steps, Recorder &recorder);
 
 }  // namespace kbt::bench

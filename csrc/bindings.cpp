@@ -17,6 +17,7 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <type_traits>
 #include <vector>
 
 #include "bench_loop.hpp"
@@ -659,14 +660,19 @@ class Loop {
   bench::Step step_;
 };
 
-// mark and wait as plain C functions: a Python loop calls them, and pybind's own dispatch would cost more than the
-// clock.
-template <void (bench::Recorder::*action)()>
+// mark, wait and early as plain C functions: a Python loop calls them, and pybind's own dispatch would cost more than
+// the clock.
+template <auto action>
 PyObject *act(PyObject *capsule, PyObject *) {
-  (static_cast<bench::Recorder *>(PyCapsule_GetPointer(capsule, nullptr))->*action)();
-  Py_RETURN_NONE;
+  auto &recorder = *static_cast<bench::Recorder *>(PyCapsule_GetPointer(capsule, nullptr));
+  if constexpr (std::is_void_v<decltype((recorder.*action)())>) {
+    (recorder.*action)();
+    Py_RETURN_NONE;
+  } else {
+    return PyBool_FromLong((recorder.*action)());
+  }
 }
-template <void (bench::Recorder::*action)()>
+template <auto action>
 py::object c_function(bench::Recorder &recorder) {
   static PyMethodDef definition = {"action", act<action>, METH_NOARGS, nullptr};
   return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, py::capsule(&recorder).ptr()));
@@ -796,6 +802,7 @@ PYBIND11_MODULE(_core, m) {
       .def("pace", &bench::Recorder::pace)
       .def_property_readonly("mark", py::cpp_function(&c_function<&bench::Recorder::mark>, py::keep_alive<0, 1>()))
       .def_property_readonly("wait", py::cpp_function(&c_function<&bench::Recorder::wait>, py::keep_alive<0, 1>()))
+      .def_property_readonly("early", py::cpp_function(&c_function<&bench::Recorder::early>, py::keep_alive<0, 1>()))
       .def_property_readonly("room", &bench::Recorder::room)
       .def_property_readonly("stamps", [](const bench::Recorder &r) {
         return py::array_t<std::uint64_t>(static_cast<py::ssize_t>(r.used()), r.stamps().data());

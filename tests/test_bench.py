@@ -109,7 +109,7 @@ def test_one_stall_is_charged_to_every_release_that_it_delayed() -> None:
     service = [0.1e6] * 2000  # 0.1 ms of each 1 ms
     service[500] = 50e6
     started, done = queue(service, 1e6)
-    told = figures.paced_figures(np.array(started), np.array(done), 1e6, 1e6)
+    told = figures.paced_figures(np.array(started), np.array(done), 1e6, 1e6, 0)
     late = [done[k] - k * 1e6 > 1e6 for k in range(2000)]
     assert told["missed"] == sum(late) == told["longest_run_of_misses"]
     assert told["missed"] > 50  # what the stall held up, and what had to be caught up with afterwards
@@ -121,8 +121,22 @@ def test_one_stall_is_charged_to_every_release_that_it_delayed() -> None:
 
 def test_misses_in_a_row_are_counted() -> None:
     done = np.array([5.0, 12, 13, 5, 16, 17, 18, 5])
-    told = figures.paced_figures(np.zeros(8) + 10 * np.arange(8), done + 10 * np.arange(8), 10, 10)
+    told = figures.paced_figures(np.zeros(8) + 10 * np.arange(8), done + 10 * np.arange(8), 10, 10, 0)
     assert (told["missed"], told["longest_run_of_misses"]) == (5, 3)
+
+
+def test_what_is_mostly_clock_is_reported_as_a_bound() -> None:
+    releases = 1e6 * np.arange(2000)
+    late = np.where(np.arange(2000) < 100, 5000.0, 60.0)  # 5 % of the releases are late
+    told = figures.paced_figures(releases + late, releases + late + 900, 1e6, 1e6, 400.0)
+    jitter = told["release_jitter"]
+    assert [jitter[key] for key in ("min", "p50", "p90", "p99", "max")] == [400, 400, 400, 5000, 5000]
+    assert [figures.figure(jitter, key) for key in ("p90", "p99")] == ["≤ 400 ns", "5.00 µs"]
+    assert sum(jitter["histogram"]["counts"]) == 2000
+    assert figures.figure(told["response"], "p50") == "960 ns"
+    assert told["service"]["p99_9_over_p50"] == 1.0
+    shorter = figures.paced_figures(releases, releases + 300, 1e6, 1e6, 400.0)
+    assert shorter["service"]["p99_9_over_p50"] is None  # a bound over a bound is no ratio
 
 
 # ---- the recorder ----------------------------------------------------------------------------------------------------
@@ -160,15 +174,18 @@ def test_an_interval_lies_between_the_intervals_inside_and_around_it(clock: str 
     assert 0.999 * inner <= told <= 1.001 * outer
 
 
-@pytest.mark.parametrize("spin", [0, 300_000])
-def test_no_release_comes_early_and_a_stalled_loop_is_late_for_all_it_missed(spin: int) -> None:
+@pytest.mark.parametrize(("spin", "rehearse"), [(0, False), (300_000, False), (300_000, True)])
+def test_no_release_comes_early_and_a_stalled_loop_is_late_for_all_it_missed(spin: int, rehearse: bool) -> None:
     """The recorder itself, with a step that once takes 60 ms: whatever else this machine does, 58 releases are late."""
     period, steps = 1_000_000, 150
     recorder = _core.Recorder(2 * steps, False)
-    wait, mark = recorder.wait, recorder.mark
+    early, wait, mark = recorder.early, recorder.wait, recorder.mark
     epoch = time.monotonic_ns() + 5_000_000
-    recorder.pace(epoch, period, spin)
+    recorder.pace(epoch, period, spin, rehearse)
+    rehearsals = 0
     for k in range(steps):
+        while early():
+            rehearsals += 1
         wait()
         mark()
         if k == 20:
@@ -176,9 +193,23 @@ def test_no_release_comes_early_and_a_stalled_loop_is_late_for_all_it_missed(spi
         mark()
     stamps = recorder.stamps.astype(np.int64).reshape(-1, 2) - epoch
     assert (stamps[:, 0] >= period * np.arange(steps)).all()
-    told = figures.paced_figures(stamps[:, 0].astype(float), stamps[:, 1].astype(float), period, period)
+    assert (rehearsals > steps) == rehearse  # a release that came too late had none, one in time hundreds
+    told = figures.paced_figures(stamps[:, 0].astype(float), stamps[:, 1].astype(float), period, period, 0)
     assert told["missed"] >= 58
     assert told["response"]["max"] >= 60e6
+
+
+def test_a_rehearsal_that_would_be_late_is_not_begun() -> None:
+    recorder = _core.Recorder(0, False)
+    now = time.monotonic_ns()
+    recorder.pace(now + 10_000_000_000, 1, 10_000_000_000, True)  # awake at once, for ten seconds
+    assert recorder.early()
+    time.sleep(0.02)
+    assert recorder.early()
+    recorder.pace(now + 100_000_000, 1, 100_000_000, True)
+    assert recorder.early()
+    time.sleep(0.06)  # two more of these would not fit into a tenth of a second
+    assert not recorder.early()
 
 
 # ---- the loops -------------------------------------------------------------------------------------------------------
@@ -207,6 +238,19 @@ def test_the_c_loop_learns_what_python_learns(bundle: Path, backend: str) -> Non
     assert work.loop.stages(0, workload.SAMPLES, 3, 2, recorder) == 0
     assert work._other.head.to_bytes() == same.head.to_bytes()
     assert len(recorder.stamps) == (2 + 4) * workload.SAMPLES
+
+
+@pytest.mark.parametrize("loop", ["c", "python"])
+def test_a_rehearsal_learns_nothing(bundle: Path, loop: str) -> None:
+    pytest.importorskip("onnxruntime")
+    harness = loops.Harness(None, "other")
+    learned = []
+    for rehearse in (False, True):
+        work = workload.load(str(bundle), "onnxruntime", seed=3)
+        loops.paced(work, harness, loop, 1000.0, 1e6, 0.1, 500_000, rehearse, lambda _: None)
+        learned.append([model.head.to_bytes() for model in (work.model, work._other)])
+    assert learned[0] == learned[1]
+    assert learned[0][0] != learned[0][1]  # one of the two has learned
 
 
 def test_the_c_loop_takes_labels_rows_and_float64() -> None:
@@ -259,13 +303,14 @@ count = ctypes.CDLL(None).alloc_count
 head = Head(np.ones((1, 4)), hidden=(8,))
 loop = _core.Loop(head._core, 1, np.ones((4, 4), np.float32), np.ones((4, 1), np.float32))
 recorder = _core.Recorder(100_000, True)
-recorder.pace(1, 1, 0)
-mark, wait = recorder.mark, recorder.wait
+recorder.pace(1, 1, 0, True)
+mark, wait, early = recorder.mark, recorder.wait, recorder.early
 def times(n):
     loop.stages(0, n, 1, 1, recorder)
     loop.steps(0, n, 1, recorder)
     loop.paced(0, n, recorder)
     for _ in itertools.repeat(None, n):
+        early()
         wait()
         mark()
 times(10)
@@ -603,6 +648,7 @@ def test_token_models_are_measured_too(tmp_path: Path, capsys: pytest.CaptureFix
         (["--deadline-ms", "5"], "--rate"),
         (["--spin", "5"], "--rate"),
         (["--rate", "1000", "--spin", "1001"], "--spin"),
+        (["--rate", "1000", "--rehearse"], "--spin"),
         (["--fifo", "100"], "--fifo"),
         (["--sweep", "width"], "width"),
         (["--compare", "one.json"], "two"),
@@ -681,4 +727,7 @@ def test_foreign_files_are_refused(content: str, tmp_path: Path, capsys: pytest.
 def test_a_loop_that_is_awake_before_its_release_says_so() -> None:
     part = {"rate_hz": 1000.0, "duration_s": 1.0, "deadline_ms": 1.0, "spin_us": 300.0}
     assert tables.paced_title(part).endswith("deadline 1 ms, awake 300 µs before each release")
+    assert tables.paced_title({**part, "rehearse": True}).endswith(
+        "deadline 1 ms, rehearsing 300 µs before each release"
+    )
     assert tables.paced_title({**part, "spin_us": 0.0}).endswith("deadline 1 ms")

@@ -34,6 +34,7 @@ class Bench:
         add("--duration", type=float, default=30.0, metavar="S", help="seconds of each paced loop (default 30)")
         add("--loop", choices=("both", "c", "python"), default="both", help="which paced loop to run (default: both)")
         add("--spin", type=float, default=0.0, metavar="US", help="be awake for so long before each release")
+        add("--rehearse", action="store_true", help="predict while awake, so that the caches hold what a step needs")
         add("--fifo", type=int, metavar="PRIO", help="real-time priority, 1..99")
         add("--cpu", type=int, metavar="N", help="stay on this core")
         add("--ftz", action="store_true", help="flush denormal numbers to zero (changes bits)")
@@ -71,8 +72,9 @@ class Bench:
                 figures, spin_ns = [], round(1e3 * options.spin)
                 for loop in loops:
                     row, jitter, response = paced(
-                        work, harness, loop, options.rate, 1e6 * deadline, options.duration, spin_ns, live
-                    )
+                        work, harness, loop, options.rate, 1e6 * deadline, options.duration, spin_ns,
+                        options.rehearse, live
+                    )  # fmt: skip
                     figures.append(row)
                     traces.append(pictures.Trace(loop, jitter, response))
                 result["paced"] = {
@@ -80,6 +82,7 @@ class Bench:
                     "deadline_ms": deadline,
                     "duration_s": options.duration,
                     "spin_us": options.spin,
+                    "rehearse": options.rehearse,
                     "whole": work.whole,
                     "loops": figures,
                 }
@@ -113,6 +116,8 @@ def _check(options: argparse.Namespace) -> None:
     within("--spin", options.spin, 0, 1e6 / (options.rate or 0.1))
     if options.rate is None and options.spin:
         raise RangeError("--spin: expected together with --rate, got no rate")
+    if options.rehearse and not options.spin:
+        raise RangeError("--rehearse: expected together with --spin, the time to rehearse in; got none")
     if options.rate is None and options.deadline_ms is not None:
         raise RangeError("--deadline-ms: expected together with --rate, got no rate")
     if options.rate is not None and options.rate * options.duration > _MAX_RELEASES:

@@ -9,7 +9,16 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PERCENTILES", "duration", "fit_exponent", "histogram", "histogram_edges", "paced_figures", "summary"]
+__all__ = [
+    "PERCENTILES",
+    "duration",
+    "figure",
+    "fit_exponent",
+    "histogram",
+    "histogram_edges",
+    "paced_figures",
+    "summary",
+]
 
 Nanoseconds = NDArray[np.float64]
 
@@ -47,22 +56,30 @@ def histogram_edges(binned: Mapping[str, Any]) -> NDArray[np.float64]:
     return np.asarray(10.0 ** (places / binned["bins_per_decade"]), np.float64)
 
 
-def paced_figures(started: Nanoseconds, done: Nanoseconds, period_ns: float, deadline_ns: float) -> dict[str, Any]:
+def paced_figures(
+    started: Nanoseconds, done: Nanoseconds, period_ns: float, deadline_ns: float, floor_ns: float
+) -> dict[str, Any]:
     """What a paced loop did, from when its steps started and were done, counted from release 0.
 
     Step k is due at k · period. Its response time runs from there and not from when the loop got round to it, so a
     single stall is charged to every release that it delayed (no coordinated omission).
+    ``floor_ns``: what is shorter is mostly clock, and counts as so long.
     """
     releases = period_ns * np.arange(len(started))
-    response = done - releases
-    missed = response > deadline_ns
-    service = summary(done - started)
-    steadiness = None if service["p99_9"] is None else service["p99_9"] / service["p50"]
+    missed = done - releases > deadline_ns
+
+    def part(ns: Nanoseconds) -> dict[str, Any]:
+        ns = np.maximum(ns, floor_ns)
+        return summary(ns) | {"histogram": histogram(ns), "floor_ns": floor_ns}
+
+    service = part(done - started)
+    p50, p99_9 = service["p50"], service["p99_9"]
+    steadiness = p99_9 / p50 if p99_9 is not None and p50 > floor_ns else None
     return {
         "steps": len(started),
-        "release_jitter": summary(started - releases) | {"histogram": histogram(started - releases)},
-        "service": service | {"histogram": histogram(done - started), "p99_9_over_p50": steadiness},
-        "response": summary(response) | {"histogram": histogram(response)},
+        "release_jitter": part(started - releases),
+        "service": service | {"p99_9_over_p50": steadiness},
+        "response": part(done - releases),
         "missed": int(missed.sum()),
         "longest_run_of_misses": _longest_run(missed),
     }
@@ -86,6 +103,12 @@ def fit_exponent(sizes: Sequence[float], times: Sequence[float]) -> dict[str, fl
 
     half = len(x) // 2 if len(x) > 3 else 0
     return {"all": slope(x, y), "larger_half": slope(x[half:], y[half:])}
+
+
+def figure(row: Mapping[str, Any], key: str) -> str:
+    """A figure of a summary for people; one at the floor of what the clock can tell is an upper bound."""
+    ns = row[key]
+    return "≤ " * (ns is not None and ns <= row.get("floor_ns", 0.0)) + duration(ns)
 
 
 def duration(ns: float | None) -> str:

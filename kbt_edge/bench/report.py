@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kbt_edge.bench import tables
-from kbt_edge.bench.figures import duration
+from kbt_edge.bench.figures import duration, figure
 
 __all__ = ["html"]
 
@@ -79,7 +79,7 @@ def _loop(name: str, columns: int) -> str:
 
 
 def _figures(row: Mapping[str, Any]) -> list[str]:
-    return [duration(row[key]) for key in tables.COLUMNS]
+    return [figure(row, key) for key in tables.COLUMNS]
 
 
 def _back_to_back(part: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kbt_edge.bench.figures import duration
+from kbt_edge.bench.figures import duration, figure
 
 __all__ = ["COLUMNS", "LOOPS", "STAGES", "board_lines", "harness_lines", "paced_title", "setting_lines", "text"]
 
@@ -111,8 +111,9 @@ def _back_to_back(part: Mapping[str, Any]) -> list[str]:
 
 
 def paced_title(part: Mapping[str, Any]) -> str:
-    awake = f", awake {part['spin_us']:g} µs before each release" if part.get("spin_us") else ""
-    return f"paced, {part['rate_hz']:g} Hz for {part['duration_s']:g} s, deadline {part['deadline_ms']:g} ms{awake}"
+    awake = "rehearsing" if part.get("rehearse") else "awake"
+    before = f", {awake} {part['spin_us']:g} µs before each release" if part.get("spin_us") else ""
+    return f"paced, {part['rate_hz']:g} Hz for {part['duration_s']:g} s, deadline {part['deadline_ms']:g} ms{before}"
 
 
 def _paced(part: Mapping[str, Any]) -> list[str]:
@@ -178,7 +179,7 @@ def _header(title: str) -> str:
 
 
 def _line(name: str, row: Mapping[str, Any]) -> str:
-    return f"  {name:<48}" + "".join(f"{duration(row[key]):>10}" for key in COLUMNS)
+    return f"  {name:<48}" + "".join(f"{figure(row, key):>10}" for key in COLUMNS)
 
 
 def _usage(part: Mapping[str, Any]) -> str:
