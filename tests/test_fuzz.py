@@ -29,14 +29,15 @@ def test_the_seeds_are_what_their_maker_writes() -> None:
 def test_two_thousand_mutated_bundles_are_refused_or_mean_the_same(tmp_path: Path) -> None:
     pytest.importorskip("atheris", reason="the fuzz extra is not installed")
     call = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "bundle", "--runs", "2000", "--seconds", "0"]
-    answer = subprocess.run([*call, "--work", str(tmp_path)], capture_output=True, text=True, timeout=600, check=False)
+    call += ["--work", str(tmp_path), "--totals", str(tmp_path / "totals.json")]
+    answer = subprocess.run(call, capture_output=True, text=True, timeout=600, check=False)
     assert answer.returncode == 0, answer.stderr
     told = re.search(r"bundle: (\d+) executions, coverage (\d+) -> (\d+), 0 findings", answer.stdout)
     assert told is not None, answer.stdout
     executions, first, last = map(int, told.groups())
     assert executions >= 2000
     assert last > first > 100  # the coverage of the Python files is seen, and grows
-    assert json.loads((tmp_path / "total.json").read_text())["bundle"]["executions"] == executions
+    assert json.loads((tmp_path / "totals.json").read_text())["bundle"]["executions"] == executions
 
 
 @pytest.mark.long("starts Python once more, seconds of emulation")
@@ -51,11 +52,13 @@ def test_an_unknown_target_is_refused(tmp_path: Path) -> None:
 def test_the_report_sums_up_what_earlier_runs_have_kept(tmp_path: Path) -> None:
     kept = {"abi": {"cpu_seconds": 5400.0, "executions": 7, "findings": 1, "tally": {"calls": 300}}}
     kept["store"] = {"cpu_seconds": 1800.0, "executions": 9, "findings": 0, "tally": {}}
-    (tmp_path / "total.json").write_text(json.dumps(kept))
-    call = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "--report", "--work", str(tmp_path)]
+    totals = tmp_path / "totals.json"
+    totals.write_text(json.dumps(kept))
+    call = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "--report", "--totals", str(totals)]
     answer = subprocess.run(call, capture_output=True, text=True, check=True)
     assert answer.stdout.splitlines() == [
         "abi: 1.50 h of processor time, 7 executions; 300 calls; 1 ended with a finding",
         "store: 0.50 h of processor time, 9 executions; 0 ended with a finding",
         "together: 2.00 h of processor time",
     ]
+    assert json.loads(totals.read_text()) == kept

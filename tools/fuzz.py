@@ -5,8 +5,9 @@
 
 Targets are the files of tests/fuzz: Python ones run under atheris (``pip install -e '.[fuzz]'``), C++ ones are built
 with clang's libFuzzer and the address and undefined-behaviour sanitizers. ``stateful`` is tests/test_stateful.py with
-random examples instead of the fixed ones of the test run. Prints executions, the growth of coverage and findings; keeps
-corpora, findings and the processor time spent so far in --work. Exits with 1 when anything was found.
+random examples instead of the fixed ones of the test run. Prints executions, the growth of coverage and findings.
+Corpora and findings are kept in --work; what was spent and found goes to --totals, which is committed, as machines come
+and go. Exits with 1 when anything was found.
 """
 
 from __future__ import annotations
@@ -128,25 +129,24 @@ def stateful(seconds: int) -> Outcome:
     return outcome
 
 
-def totals_of(work: Path) -> dict[str, Any]:
-    path = work / "total.json"
+def totals_in(path: Path) -> dict[str, Any]:
     totals: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return totals
 
 
-def remember(name: str, outcome: Outcome, work: Path) -> dict[str, Any]:
-    """Add to what this folder knows of earlier runs."""
-    totals = totals_of(work)
+def remember(name: str, outcome: Outcome, path: Path) -> dict[str, Any]:
+    """Add to what is known of earlier runs."""
+    totals = totals_in(path)
     total = totals.setdefault(name, {"cpu_seconds": 0.0, "executions": 0, "findings": 0})
     for key in ("cpu_seconds", "executions", "findings"):
-        total[key] += getattr(outcome, key)
+        total[key] = round(total[key] + getattr(outcome, key), 1)
     total["tally"] = dict(outcome.tally + Counter(total.get("tally", {})))
-    (work / "total.json").write_text(json.dumps(totals, indent=1, sort_keys=True) + "\n")
+    path.write_text(json.dumps(totals, indent=1, sort_keys=True) + "\n")
     return dict(total)
 
 
-def report(work: Path) -> None:
-    totals = totals_of(work)
+def report(path: Path) -> None:
+    totals = totals_in(path)
     for name, total in totals.items():
         print(
             f"{name}: {total['cpu_seconds'] / 3600:.2f} h of processor time, {total['executions']} executions"
@@ -162,7 +162,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=60, help="for each target; 0: until --runs")
     parser.add_argument("--runs", type=int, default=0, help="executions of each target; 0: until --seconds")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "fuzz", help="where corpora and totals are kept")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "fuzz", help="where corpora and findings go")
+    parser.add_argument("--totals", type=Path, default=FUZZ / "totals.json", help="what was spent and found so far")
     parser.add_argument("--report", action="store_true", help="print what was spent and found so far; fuzz nothing")
     options = parser.parse_args()
     unknown = sorted(set(options.targets) - {*TARGETS, "stateful"})
@@ -170,9 +171,9 @@ def main() -> None:
         parser.error(f"TARGET: expected some of {', '.join(TARGETS)}, stateful; got {', '.join(unknown)}")
     if options.seconds <= 0 and options.runs <= 0:
         parser.error("--seconds, --runs: expected one of them above 0")
-    work = options.work.resolve()
+    work, totals = options.work.resolve(), options.totals.resolve()
     if options.report:
-        return report(work)
+        return report(totals)
     work.mkdir(parents=True, exist_ok=True)
     found = 0
     for name in options.targets or [*TARGETS, "stateful"]:
@@ -180,7 +181,7 @@ def main() -> None:
             outcome = stateful(options.seconds)
         else:
             outcome = fuzz(TARGETS[name], options.seconds, options.runs, options.jobs, work)
-        total = remember(name, outcome, work)
+        total = remember(name, outcome, totals)
         print(
             f"{name}: {outcome.executions} executions, coverage {outcome.first_coverage} -> {outcome.last_coverage}, "
             f"{outcome.findings} findings, {outcome.cpu_seconds:.0f} s of processor time "

@@ -39,8 +39,8 @@ PROMISES: Final = {
         "undefined, a refused call changes nothing, what is learned is finite and no variance is negative, and a file "
         "that is accepted means what its head saves again. Fuzzed with coverage guidance under the address and "
         "undefined-behaviour sanitizers; `store` is a device that starts from damaged flash memory, `stateful` the "
-        "Python classes beside the reference. These are all runs so far of `tools/fuzz.py` on this machine; what ended "
-        "with a finding was mended and became a test, or was a fault of the test, and none is open.",
+        "Python classes beside the reference. These are all runs so far of `tools/fuzz.py`, on whatever machine; what "
+        "ended with a finding was mended and became a test, or was a fault of the test, and none is open.",
         ("tools/fuzz.py", "--report"),
         r"^(abi|blob|flight|store|bundle|stateful|together): .*",
     ),
