@@ -62,16 +62,16 @@ bool set_flush_to_zero(bool on) {
 #endif
 }
 
-void Recorder::pace(std::uint64_t epoch_ns, std::uint64_t period_ns, std::uint64_t spin_ns, bool rehearse) {
+void Recorder::pace(std::uint64_t epoch_ns, std::uint64_t period_ns, std::uint64_t spin_ns) {
   next_release_ = epoch_ns;
   period_ = period_ns;
   spin_ = spin_ns;
-  rehearse_ = rehearse;
   asked_ = 0;
 }
 
 void Recorder::sleep() const {
   const std::uint64_t wake = next_release_ - spin_;
+  if (monotonic_ns() >= wake) return;  // the kernel would put the loop to sleep even so, and wake it at once
   timespec until{};
   until.tv_sec = static_cast<time_t>(wake / 1000000000u);
   until.tv_nsec = static_cast<long>(wake % 1000000000u);
@@ -87,7 +87,6 @@ void Recorder::wait() {
 }
 
 bool Recorder::early() {
-  if (!rehearse_) return false;
   if (asked_ == 0) sleep();
   const std::uint64_t now = monotonic_ns(), took = asked_ == 0 ? 0 : now - asked_;
   const bool time_left = now + 2 * took < next_release_;
@@ -153,10 +152,13 @@ int run_steps(const Step &step, const Samples &samples, std::size_t first, std::
   return 0;
 }
 
-int run_paced(const Step &step, const Samples &samples, std::size_t first, std::size_t steps, Recorder &recorder) {
+int run_paced(const Step &step, const Step *twin, const Samples &samples, std::size_t first, std::size_t steps,
+              Recorder &recorder) {
   for (std::size_t i = first; i < first + steps; ++i) {
-    while (recorder.early()) {
-      if (const int status = predict_one(step, x_of(samples, i + samples.count - 1))) return status;
+    while (twin != nullptr && recorder.early()) {
+      const void *x = x_of(samples, i + samples.count - 1), *y = y_of(samples, i + samples.count - 1);
+      if (const int status = run_one(*twin, x, y)) return status;
+      if (const int status = predict_one(step, x)) return status;
     }
     recorder.wait();
     recorder.mark();

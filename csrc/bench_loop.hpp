@@ -35,12 +35,12 @@ class Recorder {
   std::size_t used() const { return used_; }
 
   // Release k of the loop is at epoch + k * period, whatever happened to the ones before.
-  void pace(std::uint64_t epoch_ns, std::uint64_t period_ns, std::uint64_t spin_ns, bool rehearse);
+  void pace(std::uint64_t epoch_ns, std::uint64_t period_ns, std::uint64_t spin_ns);
   // Sleep until spin_ns before the next release, and be busy until it comes. The interval before the reading that
   // follows is the delay of that release.
   void wait();
-  // With `rehearse`, to be asked before wait(): sleep until spin_ns before the next release, and say whether there is
-  // time for a rehearsal, leaving as much again as the latest one took. Without `rehearse` there never is.
+  // Before wait(), as often as it says yes: sleep until spin_ns before the next release, and say whether there is time
+  // for a rehearsal, leaving as much again as the latest one took.
   bool early();
 
  private:
@@ -50,7 +50,6 @@ class Recorder {
   std::size_t used_ = 0;
   bool use_counter_;
   std::uint64_t next_release_ = 0, period_ = 0, spin_ = 0;
-  bool rehearse_ = false;
   std::uint64_t asked_ = 0;  // when early() last said yes before this release; 0: not yet
 };
 
@@ -80,8 +79,10 @@ int run_stages(const Step &step, const Samples &samples, std::size_t first, std:
 // Two readings for each `batch` whole steps.
 int run_steps(const Step &step, const Samples &samples, std::size_t first, std::size_t batches, std::size_t batch,
               Recorder &recorder);
-// Two readings a step, when it started and when it was done, and a wait for the release before each. A rehearsal runs
-// trunk and predict on the sample of the step before; predicting learns nothing.
-int run_paced(const Step &step, const Samples &samples, std::size_t first, std::size_t steps, Recorder &recorder);
+// Two readings a step, when it started and when it was done, and a wait for the release before each. With a twin it is
+// rehearsed meanwhile, on the sample before: the twin takes a whole step, for the code, and the step itself predicts,
+// for its own numbers, which learns nothing.
+int run_paced(const Step &step, const Step *twin, const Samples &samples, std::size_t first, std::size_t steps,
+              Recorder &recorder);
 
 }  // namespace kbt::bench

@@ -600,8 +600,9 @@ class Loop {
   int steps(std::size_t first, std::size_t batches, std::size_t batch, bench::Recorder &to) const {
     return bench::run_steps(step_, samples_, first, batches, batch, to);
   }
-  int paced(std::size_t first, std::size_t steps, bench::Recorder &to) const {
-    return bench::run_paced(step_, samples_, first, steps, to);
+  // twin: null, or a loop of the same kind that rehearses.
+  int paced(std::size_t first, std::size_t steps, bench::Recorder &to, const Loop *twin) const {
+    return bench::run_paced(step_, twin != nullptr ? &twin->step_ : nullptr, samples_, first, steps, to);
   }
 
  private:

@@ -34,7 +34,7 @@ class Bench:
         add("--duration", type=float, default=30.0, metavar="S", help="seconds of each paced loop (default 30)")
         add("--loop", choices=("both", "c", "python"), default="both", help="which paced loop to run (default: both)")
         add("--spin", type=float, default=0.0, metavar="US", help="be awake for so long before each release")
-        add("--rehearse", action="store_true", help="predict while awake, so that the caches hold what a step needs")
+        add("--rehearse", action="store_true", help="take steps with a copy while awake, so that caches are warm")
         add("--fifo", type=int, metavar="PRIO", help="real-time priority, 1..99")
         add("--cpu", type=int, metavar="N", help="stay on this core")
         add("--ftz", action="store_true", help="flush denormal numbers to zero (changes bits)")
@@ -51,7 +51,7 @@ class Bench:
         axes = sweep.axes(options.sweep) if options.sweep is not None else None
         board = Board()
         live("loading the bundle ...")
-        work = load(options.bundle, options.backend, options.seed)
+        work = load(options.bundle, options.backend, options.seed, options.rehearse)
         harness = Harness(board.clocksource(), board.machine)
         traces: list[pictures.Trace] = []
         result: dict[str, Any] = {
@@ -72,9 +72,8 @@ class Bench:
                 figures, spin_ns = [], round(1e3 * options.spin)
                 for loop in loops:
                     row, jitter, response = paced(
-                        work, harness, loop, options.rate, 1e6 * deadline, options.duration, spin_ns,
-                        options.rehearse, live
-                    )  # fmt: skip
+                        work, harness, loop, options.rate, 1e6 * deadline, options.duration, spin_ns, live
+                    )
                     figures.append(row)
                     traces.append(pictures.Trace(loop, jitter, response))
                 result["paced"] = {

@@ -168,14 +168,13 @@ def paced(
     deadline_ns: float,
     duration_s: float,
     spin_ns: int,
-    rehearse: bool,
     progress: Progress,
 ) -> tuple[dict[str, Any], Nanoseconds, Nanoseconds]:
     """A control loop: released on absolute times, ``rate_hz`` a second. Returns figures, release jitter and response.
 
     It sleeps until ``spin_ns`` before a release and is busy until it comes: awake, the core has left its power saving
-    behind when the step starts. To ``rehearse`` is to predict meanwhile, on the sample before, again and again: the
-    caches then hold what the step needs. Predicting learns nothing.
+    behind when the step starts. With a twin it rehearses meanwhile, on the sample before, again and again: the twin
+    takes a whole step, the model itself predicts. The caches then hold what a step needs, and nothing is learned twice.
 
     Once a second, between two steps, it looks for Ctrl-C and shows progress; what that delays counts like any delay.
     """
@@ -188,7 +187,7 @@ def paced(
         _warm(work, loop)
     used = _Usage()
     epoch = time.monotonic_ns() + 2 * period + 10_000_000
-    recorder.pace(epoch, period, spin_ns, rehearse)
+    recorder.pace(epoch, period, spin_ns)
     with used.counting():
         for first in range(0, steps, at_a_time):
             progress(f"paced, {loop}: {first * period / 1e9:.0f} of {steps * period / 1e9:.0f} s")
@@ -235,23 +234,25 @@ def _trunk_block(work: Workload, recorder: _core.Recorder) -> None:
 
 
 def _paced_c(work: Workload, first: int, steps: int, recorder: _core.Recorder) -> None:
-    _must(work.loop.paced(first, steps, recorder))
+    _must(work.loop.paced(first, steps, recorder, work.twin_loop))
 
 
 def _paced_python(work: Workload, first: int, steps: int, recorder: _core.Recorder) -> None:
     early, wait, mark = recorder.early, recorder.wait, recorder.mark
     predict, observe = work.model.predict, work.model.observe
     samples = itertools.cycle(zip(work.inputs, work.targets, strict=True))
-    before = work.inputs[first % SAMPLES - 1]
+    twin, before = work.twin, (work.inputs[first % SAMPLES - 1], work.targets[first % SAMPLES - 1])
     for inputs, y in itertools.islice(samples, first % SAMPLES, first % SAMPLES + steps):
-        while early():
-            predict(*before)
+        while twin is not None and early():
+            twin.predict(*before[0])
+            twin.observe(before[1])
+            predict(*before[0])
         wait()
         mark()
         predict(*inputs)
         observe(y)
         mark()
-        before = inputs
+        before = inputs, y
 
 
 def _warm(work: Workload, loop: str) -> None:

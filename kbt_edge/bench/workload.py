@@ -18,7 +18,10 @@ SAMPLES: Final = 256  # taken in turn; few enough to stay in the cache, as a sen
 
 @dataclass(frozen=True)
 class Workload:
-    """Two copies of one model, each with its own head: the C loop and the Python loop learn the same samples."""
+    """Two copies of one model, each with its own head: the C loop and the Python loop learn the same samples.
+
+    A third, the twin, rehearses for whichever of them is paced, and is never asked.
+    """
 
     model: Model  # for the Python loop
     inputs: list[tuple[Any, ...]]  # arguments of model.predict
@@ -26,10 +29,12 @@ class Workload:
     loop: _core.Loop  # the other copy in C
     whole: bool  # whether the C loop holds the trunk as well; otherwise it starts at h
     description: dict[str, Any]
+    twin: Model | None
+    twin_loop: _core.Loop | None
     _other: Model  # keeps the memory of the C loop alive
 
 
-def load(name: str, backend: str, seed: int) -> Workload:
+def load(name: str, backend: str, seed: int, rehearse: bool = False) -> Workload:
     model, other = Model.load(name, backend=backend), Model.load(name, backend=backend)
     rng = np.random.default_rng(seed)
     inputs = [_input(model, rng) for _ in range(SAMPLES)]
@@ -48,7 +53,10 @@ def load(name: str, backend: str, seed: int) -> Workload:
         "seed": seed,
         "samples": SAMPLES,
     }
-    return Workload(model, inputs, targets, _c_loop(other, inputs, targets, whole), whole, description, other)
+    loop = _c_loop(other, inputs, targets, whole)
+    twin = Model.load(name, backend=backend) if rehearse else None
+    twin_loop = None if twin is None else _c_loop(twin, inputs, targets, whole)
+    return Workload(model, inputs, targets, loop, whole, description, twin, twin_loop, other)
 
 
 def _input(model: Model, rng: np.random.Generator) -> tuple[Any, ...]:
