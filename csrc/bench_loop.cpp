@@ -94,6 +94,18 @@ bool Recorder::early() {
   return time_left;
 }
 
+void Recorder::watch(std::uint64_t duration_ns, std::uint64_t shortest_ns) {
+  std::uint64_t before = monotonic_ns();
+  for (const std::uint64_t end = before + duration_ns; before < end;) {
+    const std::uint64_t now = monotonic_ns();
+    if (now - before >= shortest_ns) {
+      keep(before);
+      keep(now);
+    }
+    before = now;
+  }
+}
+
 namespace {
 
 const void *x_of(const Samples &s, std::size_t i) {

@@ -26,9 +26,7 @@ class Recorder {
   // Every page is written now, so that none is missing in the loop.
   explicit Recorder(std::size_t capacity, bool use_counter) : stamps_(capacity, 1), use_counter_(use_counter) {}
 
-  void mark() {
-    if (used_ < stamps_.size()) stamps_[used_++] = use_counter_ ? counter() : monotonic_ns();
-  }
+  void mark() { keep(use_counter_ ? counter() : monotonic_ns()); }
   void clear() { used_ = 0; }
   std::size_t room() const { return stamps_.size() - used_; }
   const std::vector<std::uint64_t> &stamps() const { return stamps_; }
@@ -42,8 +40,14 @@ class Recorder {
   // Before wait(), as often as it says yes: sleep until spin_ns before the next release, and say whether there is time
   // for a rehearsal, leaving as much again as the latest one took.
   bool early();
+  // Do nothing but read CLOCK_MONOTONIC for so long. Every stretch of at least shortest_ns between two readings is
+  // kept, as its two ends: somebody else had the core.
+  void watch(std::uint64_t duration_ns, std::uint64_t shortest_ns);
 
  private:
+  void keep(std::uint64_t stamp) {
+    if (used_ < stamps_.size()) stamps_[used_++] = stamp;
+  }
   void sleep() const;
 
   std::vector<std::uint64_t> stamps_;

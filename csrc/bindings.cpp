@@ -797,10 +797,12 @@ PYBIND11_MODULE(_core, m) {
   m.attr("HAS_COUNTER") = bench::has_counter();
   m.def("clocks", [] { return py::make_tuple(bench::counter(), bench::monotonic_ns()); });
   m.def("set_flush_to_zero", &bench::set_flush_to_zero);
+  using unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<bench::Recorder>(m, "Recorder")
       .def(py::init<std::size_t, bool>())
       .def("clear", &bench::Recorder::clear)
       .def("pace", &bench::Recorder::pace)
+      .def("watch", &bench::Recorder::watch, unlocked())
       .def_property_readonly("mark", py::cpp_function(&c_function<&bench::Recorder::mark>, py::keep_alive<0, 1>()))
       .def_property_readonly("wait", py::cpp_function(&c_function<&bench::Recorder::wait>, py::keep_alive<0, 1>()))
       .def_property_readonly("early", py::cpp_function(&c_function<&bench::Recorder::early>, py::keep_alive<0, 1>()))
@@ -808,7 +810,6 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("stamps", [](const bench::Recorder &r) {
         return py::array_t<std::uint64_t>(static_cast<py::ssize_t>(r.used()), r.stamps().data());
       });
-  using unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<Loop>(m, "Loop")
       .def(py::init<>())
       .def(py::init<Pipeline &, py::array_t<double, py::array::c_style>, py::array_t<double, py::array::c_style>>(),

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -212,6 +213,53 @@ def test_a_rehearsal_that_would_be_late_is_not_begun() -> None:
     assert recorder.early()
     time.sleep(0.06)  # two more of these would not fit into a tenth of a second
     assert not recorder.early()
+
+
+def test_a_stop_of_the_whole_process_is_seen() -> None:
+    script = """
+from kbt_edge import _core
+recorder = _core.Recorder(2000, False)
+print("ready", flush=True)
+recorder.watch(2_000_000_000, 80_000_000)
+print(*recorder.stamps)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(0.2)  # into the watch
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(0.1)
+        child.send_signal(signal.SIGCONT)
+        stamps = np.array(child.stdout.read().split(), np.int64)
+    lengths = np.diff(stamps.reshape(-1, 2), axis=1)
+    assert lengths.min() >= 80_000_000
+    assert lengths.max() >= 95_000_000  # the signals themselves take their time
+    assert (np.diff(stamps) >= 0).all()
+
+
+def test_stops_are_counted_by_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stopped(_core.Recorder):
+        def watch(self, duration_ns: int, shortest_ns: int) -> None:
+            assert shortest_ns == 2000  # a reading is 5 % of it
+            self.ends = np.array([[k * 10**6, k * 10**6 + (8000 if k else 3 * 10**6)] for k in range(50)], np.uint64)
+
+        @property
+        def stamps(self) -> Any:
+            return self.ends.ravel()
+
+    monkeypatch.setattr(loops._core, "Recorder", Stopped)
+    harness = loops.Harness.__new__(loops.Harness)
+    harness.paced_overhead = {"c": 100.0, "python": 200.0}
+    told = loops.stops(harness)
+    assert (told["per_second"], told["p50"], told["max"]) == (100, 8000, 3e6)  # 50 in half a second
+    assert told["share"] == pytest.approx((3e6 + 49 * 8000) / 5e8)
+    assert tables.stops_text(told) == (
+        "a busy loop was stopped 100 times a second for 2.00 µs or more: 8.00 µs as a rule, 3.00 ms at most, "
+        "0.7 % of the time"
+    )
+    monkeypatch.setattr(Stopped, "stamps", np.zeros(0, np.uint64))
+    assert tables.stops_text(loops.stops(harness)) == "a busy loop was stopped 0 times a second for 2.00 µs or more"
 
 
 # ---- the loops -------------------------------------------------------------------------------------------------------
@@ -607,7 +655,16 @@ def test_a_benchmark_from_end_to_end(
         assert 0 < loop["overhead_share"] <= told["harness"]["largest_overhead_share"]
     assert told["board"]["machine"] == os.uname().machine
     assert {entry["name"] for entry in told["settings"]} == {"cpu", "fifo", "memory", "timer", "gc", "ftz"}
-    for words in ("p99.9", "whole step", "missed deadlines", "harness", "stored factors", "load"):
+    assert told["stops"]["per_second"] >= 0
+    for words in (
+        "p99.9",
+        "whole step",
+        "a busy loop was stopped",
+        "missed deadlines",
+        "harness",
+        "stored factors",
+        "load",
+    ):
         assert words in text
     for name in ("latency", "release", "sweep"):
         assert Path(told["files"][name]).read_bytes().startswith(b"\x89PNG")

@@ -12,7 +12,7 @@ from typing import Any, Final
 from kbt_edge import __version__
 from kbt_edge.bench import baselines, compare, pictures, report, sweep, tables
 from kbt_edge.bench.board import Board, load_between
-from kbt_edge.bench.loops import Harness, back_to_back, paced
+from kbt_edge.bench.loops import Harness, back_to_back, paced, stops
 from kbt_edge.bench.realtime import settings
 from kbt_edge.bench.workload import load
 from kbt_edge.cli import live
@@ -65,6 +65,7 @@ class Bench:
         with settings(options.fifo, options.cpu, options.ftz) as told:
             result["settings"] = told
             rest = any(entry["name"] == "fifo" and entry["applied"] for entry in told)
+            result["stops"] = stops(harness)
             result["back_to_back"] = back_to_back(work, harness, options.steps, rest, live)
             if options.rate is not None:
                 deadline = 1e3 / options.rate if options.deadline_ms is None else options.deadline_ms

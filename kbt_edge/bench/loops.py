@@ -23,7 +23,7 @@ from kbt_edge.bench.figures import PERCENTILES, histogram, paced_figures, summar
 from kbt_edge.bench.workload import SAMPLES, Workload
 from kbt_edge.errors import KbtError
 
-__all__ = ["TRUSTED_CLOCKS", "Harness", "back_to_back", "paced"]
+__all__ = ["TRUSTED_CLOCKS", "Harness", "back_to_back", "paced", "stops"]
 
 Progress = Callable[[str], None]
 Nanoseconds = NDArray[np.float64]
@@ -34,6 +34,8 @@ SHARE: Final = 0.05  # of a figure may be the harness's own
 _CALIBRATION_STEPS: Final = 20_000
 _STEPS: Final = 20_000
 _SECONDS: Final = 10.0
+_WATCHED_NS: Final = 500_000_000
+_MAX_STOPS: Final = 100_000
 
 
 class Harness:
@@ -158,6 +160,22 @@ def back_to_back(work: Workload, harness: Harness, steps: int | None, rest: bool
         difference = (py_step - 2 * py_cost) - (c_step - c_cost)
         rows.append(harness.row("python", "overhead", difference, harness.python_spread))
     return {"steps": blocks * SAMPLES, "rows": rows, **used.told()}
+
+
+def stops(harness: Harness) -> dict[str, Any]:
+    """How often a loop that only reads the clock is stopped on this core, and for how long.
+
+    By interrupts, the kernel, firmware, or a hypervisor: no step on this core can be steadier than that. Half a second,
+    as the kernel stops a real-time process that is busy for a whole one.
+    """
+    recorder = _core.Recorder(_MAX_STOPS * 2, False)
+    shortest = max(1000, math.ceil(harness.paced_overhead["c"] / SHARE))
+    recorder.watch(_WATCHED_NS, shortest)
+    ends = recorder.stamps.astype(np.float64).reshape(-1, 2)
+    lengths = ends[:, 1] - ends[:, 0]
+    figures = summary(lengths) if len(lengths) else dict.fromkeys((*PERCENTILES, "max"))
+    share = float(lengths.sum()) / _WATCHED_NS
+    return {**figures, "per_second": len(lengths) * 1e9 / _WATCHED_NS, "share": share, "shortest_ns": shortest}
 
 
 def paced(

@@ -67,11 +67,23 @@ def board_lines(result: Mapping[str, Any]) -> list[str]:
         others, stolen = result["load"]["others_cores"], result["load"]["stolen_cores"]
         taken = f", the hypervisor took {stolen:.2f}" if stolen >= 0.005 else ""
         lines.append(f"load       other processes kept {others:.2f} cores busy meanwhile{taken}")
+    if "stops" in result:  # not in results of versions before it
+        lines.append(f"stops      {stops_text(result['stops'])}")
     lines.append(
         f"model      {work['bundle']}: trunk {work['trunk_backend']}, head {'→'.join(map(str, head['widths']))} "
         f"{head['covariance']} {head['dtype']}, {work['head_bytes'] / 1024:.1f} KiB"
     )
     return lines
+
+
+def stops_text(stops: Mapping[str, Any]) -> str:
+    what = (
+        f"a busy loop was stopped {stops['per_second']:.0f} times a second for {duration(stops['shortest_ns'])} or more"
+    )
+    if stops["max"] is None:
+        return what
+    usual = "" if stops["p50"] is None else f"{duration(stops['p50'])} as a rule, "
+    return f"{what}: {usual}{duration(stops['max'])} at most, {100 * stops['share']:.1f} % of the time"
 
 
 def setting_lines(result: Mapping[str, Any]) -> list[str]:
