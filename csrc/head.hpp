@@ -342,7 +342,9 @@ class Head : public kbt_head {
     return KBT_OK;
   }
 
-  // Results of the latest forward pass. cov and total_var may be null.
+  // Results of the latest forward pass. cov and total_var may be null. What is left of a variance where nearly equal
+  // ones have cancelled, as those of two classes do that move together, is rounding and can be negative: it counts as
+  // zero, and so do its covariances.
   void read_prediction(T *mean, T *cov, T *total_var) {
     const Index K = predicted_rows * outputs();
     for (Index i = 0; i < K; ++i) mean[i] = measurement_.mean[i];
@@ -352,9 +354,11 @@ class Head : public kbt_head {
       measurement_.softmax_cov(epistemic, measurement_.L, measurement_.X);
       epistemic = measurement_.L;
     }
-    for (Index i = 0; cov != nullptr && i < K * K; ++i) cov[i] = epistemic[i];
-    for (Index i = 0; total_var != nullptr && i < K; ++i) {
-      total_var[i] = epistemic[i * K + i] + observation_noise(i);
+    const auto known = [&](Index i) { return epistemic[i * K + i] > T(0); };
+    for (Index i = 0; i < K; ++i) {
+      const T *row = epistemic + i * K;
+      for (Index k = 0; cov != nullptr && k < K; ++k) cov[i * K + k] = known(i) && known(k) ? row[k] : T(0);
+      if (total_var != nullptr) total_var[i] = (known(i) ? row[i] : T(0)) + observation_noise(i);
     }
   }
 

@@ -227,6 +227,26 @@ def test_predict_never_changes_the_state_and_repeats_itself(settings: dict[str, 
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("scale", [1.0, 10.0])
+def test_a_variance_that_has_cancelled_to_rounding_is_not_negative(scale: float) -> None:
+    """Samples tell how two classes differ and nothing of what they share: J S J^T is a difference of large numbers."""
+    rng = np.random.default_rng(0)
+    head = kbt.Head(rng.normal(size=(2, 2)), output="softmax", noise="constant", noise_var=1e-2, prior_var=1e3,
+                    covariance="full")  # fmt: skip
+    truth = rng.normal(size=(2, 2))
+    for _ in range(2000):
+        h = rng.normal(size=2)
+        head.update(h, int(np.argmax(truth @ h + rng.gumbel(size=2))))
+    lost = 0
+    for _ in range(200):
+        p = head.predict(scale * rng.normal(size=2))
+        lost += (p.var == 0).any()
+        assert (p.var >= 0).all()
+        assert (p.total_var > 0).all()
+        assert not p.cov[p.var == 0].any()
+    assert lost > 0  # it does come up
+
+
 @pytest.mark.parametrize("covariance", ["full", "neuron", "diagonal"])
 @pytest.mark.parametrize("hidden", [(), (8,)])
 @pytest.mark.parametrize("data_var", [10.0, 20.0, 50.0])
