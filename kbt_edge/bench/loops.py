@@ -143,7 +143,7 @@ def back_to_back(work: Workload, harness: Harness, steps: int | None, rest: bool
         rows.append(harness.row("c", "trunk", cuts[:, 0], c_cost, trunk))
     rows += [
         harness.row("c", "predict", cuts[:, 1], c_cost, head),
-        harness.row("c", "observe", cuts[:, 2] - cuts[:, 1] * (head - 1) / head, c_cost, head),
+        harness.row("c", "observe", cuts[:, 2] - np.median(cuts[:, 1]) * (head - 1) / head, c_cost, head),
         harness.row("c", "step" if work.whole else "predict + observe", c_step, c_cost, step),
     ]
     if not work.whole:

@@ -187,7 +187,8 @@ def _baselines(result: Mapping[str, Any]) -> list[str]:
 
 
 def _header(title: str) -> str:
-    return f"{title:<50}" + "".join(f"{name:>10}" for name in COLUMNS.values())
+    own_line = "\n" + " " * 50 if len(title) > 50 else ""
+    return f"{title:<50}{own_line}" + "".join(f"{name:>10}" for name in COLUMNS.values())
 
 
 def _line(name: str, row: Mapping[str, Any]) -> str:
