@@ -233,6 +233,13 @@ struct Linear {
     for (Index a = 0; a < in.rows; ++a) {
       for (Index b = 0; b < in.rows; ++b) {
         fill(X, T(0), m * n);
+        if (kVectors && n == 1) {  // all p side by side: C_ab[p,q] = C_ba[q,p], to the last bit
+          for (Index q = 0; q < m; ++q) axpy(X, w.mean[q], in.row(b, q) + a * m, m);
+          T sum = out.row(a, 0)[b];
+          for (Index p = 0; p < m; ++p) sum += w.mean[p] * X[p];
+          out.row(a, 0)[b] = sum;
+          continue;
+        }
         for (Index p = 0; p < m; ++p) {
           const T *c = in.row(a, p) + b * m;
           for (Index q = 0; q < m; ++q) axpy(X + p * n, c[q], w.mean + q * w.stride, n);
@@ -356,7 +363,12 @@ struct Linear {
     }
   }
 
-  // Rows of F of a group that stands alone are (row a, member j); their entries before j * M1 are zero.
+  // Rows of F of a group that stands alone are (row a, member j). Their entries before j * M1 are zero, and what is
+  // read of row i starts with the lanes of the first other one.
+  Index first_lanes(Index i) const { return i % w.members() * w.M1 / kLanes * kLanes; }
+  // The zeros before these need not be stored. A small machine stores and adds them: it saves code.
+  Index first_stored(Index i) const { return kVectors ? first_lanes(i) : 0; }
+
   void alone_cov_forward(Index g, const Cov<T> &out) {
     const Index rows = out.rows, members = w.members(), length = w.length();
     const Alone s = w.alone(g);
@@ -377,8 +389,7 @@ struct Linear {
     T *weighted = f + rows * members * length;  // one spare row behind F
     const Index count = rows * members;
     for (Index i = 0; i < count; ++i) {
-      const Index start =
-          i % members * w.M1 / kLanes * kLanes;  // whole lanes; zeros before the first entry and behind M
+      const Index start = first_lanes(i);
       for (Index q = start; q < length; q += kLanes) lanes(weighted + q) = lanes(s.d + q) * lanes(f + i * length + q);
       const auto add = [&](Index k, T x) {
         out.data[i * count + k] += x;
@@ -400,7 +411,10 @@ struct Linear {
   // column, of the next array in the arena) with them.
   void full_project(const Alone &s, const T *z, T *f) const {
     const Index M = s.M, M1 = w.M1, length = w.length();
-    fill(f, T(0), w.n * length);
+    for (Index j = 0; j < w.n; ++j) {  // what is read of each beside its own entries
+      fill(f + j * length + first_stored(j), T(0), j * M1 - first_stored(j));
+      fill(f + j * length + M, T(0), length - M);
+    }
     const auto rest = [&](const T *column, Index q,
                           Index j) {  // from neuron j on, up to the weight's own unit diagonal
       for (; (j + 1) * M1 <= q; ++j) f[j * length + q] = dot(z, column + j * M1, M1);
@@ -579,6 +593,7 @@ struct Linear {
     using Value = typename Factor::Value;
     const Index M = s.M, length = Factor::vector_count(M);
     int floored = 0;
+    const auto first_entry = [&](Index i) { return Factor::kWidth == 1 ? first_stored(i) : 0; };
 
     const bool shorter = compressed(dimensions, adjoint.rank, fuse);
     const Index count = shorter ? dimensions : adjoint.rank;
@@ -588,7 +603,7 @@ struct Linear {
       fill(sum, T(0), length);
       for (Index i = 0; i < dimensions; ++i) {
         const Value r = adjoint_at(0, i);
-        for (Index q = 0; q < M; ++q) Factor::at(sum, q) += Factor::at(f + i * length, q) * r;
+        for (Index q = first_entry(i); q < M; ++q) Factor::at(sum, q) += Factor::at(f + i * length, q) * r;
       }
       s.gain(sum, step.b);
       add_gain(step.b, T(1));
@@ -599,7 +614,7 @@ struct Linear {
     for (Index k = 0; k < count; ++k) {
       for (Index i = 0; i < dimensions; ++i) {
         const Value b = shorter ? Value(Factor::at(work.B, i * dimensions + k)) : adjoint_at(k + 1, i);
-        for (Index q = 0; q < M; ++q) Factor::at(H + k * length, q) += Factor::at(f + i * length, q) * b;
+        for (Index q = first_entry(i); q < M; ++q) Factor::at(H + k * length, q) += Factor::at(f + i * length, q) * b;
       }
     }
 

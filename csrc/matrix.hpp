@@ -33,11 +33,14 @@ constexpr bool kVectors = false;
 constexpr bool kVectors = true;
 #if defined(__clang__)
 #define KBT_SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#define KBT_SHUFFLE_WIDE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
 #define KBT_UNROLL _Pragma("unroll(2)")
 #define KBT_UNROLL_ALL _Pragma("unroll")
 #else
 typedef int ShuffleMask __attribute__((vector_size(16)));
+typedef int WideShuffleMask __attribute__((vector_size(32)));
 #define KBT_SHUFFLE(x, y, ...) __builtin_shuffle(x, y, ShuffleMask{__VA_ARGS__})
+#define KBT_SHUFFLE_WIDE(x, y, ...) __builtin_shuffle(x, y, WideShuffleMask{__VA_ARGS__})
 #define KBT_UNROLL _Pragma("GCC unroll 2")
 #define KBT_UNROLL_ALL _Pragma("GCC unroll 32")
 #endif
@@ -81,6 +84,27 @@ T sum_of(const Lanes<T> &x) {
 template <class T>
 inline __attribute__((always_inline)) void four_sums(const Lanes<T> &s0, const Lanes<T> &s1, const Lanes<T> &s2,
                                                      const Lanes<T> &s3, T *out) {
+#ifdef __AVX__
+  if constexpr (sizeof(T) == 4) {  // two sums in a register: read as halves, they would go through memory
+    typedef T Eight __attribute__((vector_size(32)));
+    Eight v0, v1, v2, v3;
+    std::memcpy(&v0, s0.data(), sizeof v0);
+    std::memcpy(&v1, s1.data(), sizeof v1);
+    std::memcpy(&v2, s2.data(), sizeof v2);
+    std::memcpy(&v3, s3.data(), sizeof v3);
+    const Eight h01 =
+        KBT_SHUFFLE_WIDE(v0, v1, 0, 1, 2, 3, 8, 9, 10, 11) + KBT_SHUFFLE_WIDE(v0, v1, 4, 5, 6, 7, 12, 13, 14, 15);
+    const Eight h23 =
+        KBT_SHUFFLE_WIDE(v2, v3, 0, 1, 2, 3, 8, 9, 10, 11) + KBT_SHUFFLE_WIDE(v2, v3, 4, 5, 6, 7, 12, 13, 14, 15);
+    const Eight pairs =
+        KBT_SHUFFLE_WIDE(h01, h23, 0, 1, 8, 9, 4, 5, 12, 13) + KBT_SHUFFLE_WIDE(h01, h23, 2, 3, 10, 11, 6, 7, 14, 15);
+    const Eight sums =
+        KBT_SHUFFLE_WIDE(pairs, pairs, 0, 2, 0, 2, 4, 6, 4, 6) + KBT_SHUFFLE_WIDE(pairs, pairs, 1, 3, 1, 3, 5, 7, 5, 7);
+    const Eight ordered = KBT_SHUFFLE_WIDE(sums, sums, 0, 4, 1, 5, 0, 4, 1, 5);
+    std::memcpy(out, &ordered, 4 * sizeof(T));
+    return;
+  }
+#endif
   if constexpr (kVectors && sizeof(T) == 4) {
     typedef T Four __attribute__((vector_size(16)));
     const auto half = [](const Lanes<T> &s) {

@@ -111,14 +111,16 @@ struct Relu {
   void dense_pairs(const Cov<T> &cov, int order, const T *series) const {
     const Index count = cov.rows * cov.n;
     for (Index i = 0; i < count; ++i) {
-      for (Index k = 0; k < i; ++k) {
-        T &value = cov.data[i * count + k];
-        value = pair(value, unit_of(cov, i), unit_of(cov, k), order, series);
-        cov.data[k * count + i] = value;
+      const Index unit = i / cov.n * cov.stride + i % cov.n;
+      for (Index b = 0, k = 0; k < i; ++b) {
+        for (Index j = 0; j < cov.n && k < i; ++j, ++k) {
+          T &value = cov.data[i * count + k];
+          value = pair(value, unit, b * cov.stride + j, order, series);
+          cov.data[k * count + i] = value;
+        }
       }
     }
   }
-  static Index unit_of(const Cov<T> &cov, Index i) { return i / cov.n * cov.stride + i % cov.n; }
 
   void row_pairs(const Cov<T> &cov, int order, const T *series) const {
     for (Index a = 0; a < cov.rows; ++a) {
