@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -46,6 +47,18 @@ def test_an_unknown_target_is_refused(tmp_path: Path) -> None:
     answer = subprocess.run(call, capture_output=True, text=True, check=False)
     assert answer.returncode == 2
     assert "expected some of" in answer.stderr
+
+
+@pytest.mark.host_only("fuzzes Python code, which is the same everywhere")
+def test_a_fuzzer_that_does_not_start_has_found_nothing(tmp_path: Path) -> None:
+    (tmp_path / "atheris.py").write_text("raise ImportError('broken')\n")
+    call = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "bundle", "--work", str(tmp_path / "work")]
+    call += ["--totals", str(tmp_path / "totals.json")]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    answer = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
+    assert answer.returncode == 1
+    assert "expected the fuzzer to start" in answer.stderr
+    assert not (tmp_path / "totals.json").exists()
 
 
 @pytest.mark.long("starts Python once more, seconds of emulation")

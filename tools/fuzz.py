@@ -27,6 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FUZZ = ROOT / "tests" / "fuzz"
+INTERRUPTED = 72  # libFuzzer's answer to somebody who stops it
 sys.path.insert(0, str(ROOT / "tests"))
 
 
@@ -106,10 +107,12 @@ def fuzz(target: Target, seconds: int, runs: int, jobs: int, work: Path) -> Outc
         outcome.last_coverage = max(outcome.last_coverage, covered[-1])
         for line in re.findall(rf"^{target.name}: (\d.*)$", text, re.M):
             outcome.tally.update({what: int(count) for count, what in re.findall(r"(\d+) ([a-z ]+)", line)})
-        if process.returncode != 0:
-            outcome.findings += 1
+        if process.returncode not in (0, INTERRUPTED):
             last = "\n".join(text.splitlines()[-40:])
             print(f"{target.name}: ended with {process.returncode}\n{last}", file=sys.stderr)
+            if "INFO: Seed:" not in text:  # libFuzzer's first words
+                raise SystemExit(f"{target.name}: expected the fuzzer to start, but it did not")
+            outcome.findings += 1
     return outcome
 
 
@@ -124,8 +127,10 @@ def stateful(seconds: int) -> Outcome:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         outcome.cpu_seconds += usage.ru_utime + usage.ru_stime
+        if process.returncode not in (0, 1):
+            raise SystemExit(f"stateful: expected its tests to run, but pytest ended with {process.returncode}")
         outcome.executions += 1
-        outcome.findings += process.returncode != 0
+        outcome.findings += process.returncode
     return outcome
 
 
