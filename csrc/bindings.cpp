@@ -34,6 +34,12 @@ namespace py = pybind11;
 #define KBT_COMPILER "gcc " __VERSION__
 #endif
 
+// The file is built for size, as most of it is pybind11's. What a control loop calls is not.
+#if !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC optimize("O2")
+#endif
+
 namespace {
 
 // An array and nothing that only claims to be one: a masked array hides entries that the core would read.
@@ -566,6 +572,10 @@ class Pipeline {
   double log_scale_ = 0.0;
   py::dtype double_ = py::dtype::of<double>(), float_ = py::dtype::of<float>();
 };
+
+#if !defined(__clang__)
+#pragma GCC pop_options
+#endif
 
 namespace bench = kbt::bench;
 

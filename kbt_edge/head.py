@@ -265,10 +265,12 @@ class Head:
     def predict(self, h: npt.ArrayLike) -> Prediction:
         """Mean and covariance of the output at ``h``, (d,) or (rows, d)."""
         result = self._core.predict(h)
-        if result is None:
-            result = self._core.predict(self._rows_of_h(h))
         if type(result) is Prediction:  # what the core makes, and quicker than isinstance
             return result
+        if result is None:  # not a plain array of the head's own dtype
+            result = self._core.predict(self._rows_of_h(h))
+            if type(result) is Prediction:
+                return result
         self._refused(result or 0, h=h)
 
     def update(self, h: npt.ArrayLike, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
