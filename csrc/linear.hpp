@@ -227,25 +227,24 @@ struct Linear {
     }
   }
 
+  // axpy for the three places below: inlined it would fill kilobytes.
+  static __attribute__((noinline)) void add(T *y, T a, const T *x, Index n) { axpy(y, a, x, n); }
+
   void dense_input_means(const Cov<T> &in, const Cov<T> &out, const Work &work) const {
     const Index m = w.M1 - 1, n = w.n;
     T *X = work.inner;  // X = C_ab W, m x n
     for (Index a = 0; a < in.rows; ++a) {
       for (Index b = 0; b < in.rows; ++b) {
         fill(X, T(0), m * n);
-        if (kVectors && n == 1) {  // all p side by side: C_ab[p,q] = C_ba[q,p], to the last bit
-          for (Index q = 0; q < m; ++q) axpy(X, w.mean[q], in.row(b, q) + a * m, m);
-          T sum = out.row(a, 0)[b];
-          for (Index p = 0; p < m; ++p) sum += w.mean[p] * X[p];
-          out.row(a, 0)[b] = sum;
-          continue;
+        for (Index q = 0; kVectors && n == 1 && q < m; ++q) {  // all p side by side: C_ab[p,q] = C_ba[q,p] exactly
+          add(X, w.mean[q], in.row(b, q) + a * m, m);
         }
-        for (Index p = 0; p < m; ++p) {
+        for (Index p = 0; !(kVectors && n == 1) && p < m; ++p) {
           const T *c = in.row(a, p) + b * m;
-          for (Index q = 0; q < m; ++q) axpy(X + p * n, c[q], w.mean + q * w.stride, n);
+          for (Index q = 0; q < m; ++q) add(X + p * n, c[q], w.mean + q * w.stride, n);
         }
         for (Index j = 0; j < n; ++j) {
-          for (Index p = 0; p < m; ++p) axpy(out.row(a, j) + b * n, w.mean[p * w.stride + j], X + p * n, n);
+          for (Index p = 0; p < m; ++p) add(out.row(a, j) + b * n, w.mean[p * w.stride + j], X + p * n, n);
         }
       }
     }
