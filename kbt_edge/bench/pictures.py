@@ -121,6 +121,7 @@ def _short(ns: float) -> str:
 def _release(path: Path, result: Mapping[str, Any], traces: list[Trace]) -> None:
     """Every release in turn: how late it came, and when its step was done; the worst of each stretch is kept."""
     paced = result["paced"]
+    floors = {loop["loop"]: loop["release_jitter"]["floor_ns"] for loop in paced["loops"]}
     figure = _figure(11, 3.2 * len(traces))
     panels = np.atleast_1d(figure.subplots(len(traces), 1, sharex=True, sharey=True))
     for axes, trace in zip(panels, traces, strict=True):
@@ -131,7 +132,7 @@ def _release(path: Path, result: Mapping[str, Any], traces: list[Trace]) -> None
             stretch = max(1, len(values) // _POINTS)
             kept = values[: len(values) // stretch * stretch].reshape(-1, stretch).max(axis=1)
             seconds = np.arange(len(kept)) * stretch / paced["rate_hz"]
-            axes.plot(seconds, np.maximum(kept, 100), ".", markersize=2.5, color=colour, label=name)
+            axes.plot(seconds, np.maximum(kept, floors[trace.loop]), ".", markersize=2.5, color=colour, label=name)
         axes.axhline(1e6 * paced["deadline_ms"], color="tab:red", linewidth=1.5, label="deadline")
         _time_axis(axes, "y")
         axes.set_title(f"{LOOPS[trace.loop]}, {paced['rate_hz']:g} Hz", loc="left")
