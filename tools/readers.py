@@ -18,9 +18,7 @@ from cabi import TESTS, build_with_installed, run
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--calls", type=int, default=4_500_000, help="of each of the three threads (default 4.5 million)"
-    )
+    parser.add_argument("--calls", type=int, default=5_000_000, help="of each of the readers (default 5 million)")
     calls = parser.parse_args().calls
     with tempfile.TemporaryDirectory() as folder:
         program = build_with_installed("cc", TESTS / "readers.c", Path(folder) / "readers", "-pthread")
