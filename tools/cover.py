@@ -79,9 +79,9 @@ def run_tests(arguments: list[str]) -> int:
     rc = f"--rcfile={WORK}/settings"
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={WORK}/tmp", *arguments]
     pytest += [f"--deselect={name}" for name in LEFT_OUT]
-    done = subprocess.run(
-        [python, "-m", "coverage", "run", rc, *pytest], cwd=ROOT, env=os.environ | {"PATH": path}, check=False
-    )
+    # Trunks that this compiler makes are not for anybody else's cache.
+    environment = os.environ | {"PATH": path, "XDG_CACHE_HOME": str(WORK / "cache")}
+    done = subprocess.run([python, "-m", "coverage", "run", rc, *pytest], cwd=ROOT, env=environment, check=False)
     subprocess.run([python, "-m", "coverage", "combine", "-q", rc], cwd=ROOT, check=True)
     return done.returncode
 
