@@ -2,13 +2,17 @@
  *
  * A first run, alone, notes what a head predicts at one input after every update: the bits of mean and variance. Then a
  * thread learns the same stream and posts after every update, while the others take and predict as fast as they can.
- * Every prediction must have the bits noted for the number of updates that its head claims to know.
+ * Every prediction must have the bits noted for the number of updates that its head claims to know. The readers run by
+ * themselves and beside the learner in turns, so that both meet the same moods of the machine.
  *
- * Usage: readers CALLS [PERIOD_US]. CALLS is what each thread does. With a period the learner waits that long between
- * updates, as a control loop would. Prints one line of JSON; returns 0 only if nothing was torn.
+ * Usage: readers CALLS [PERIOD_US [take|follow]]. CALLS is what each thread does. With a period other than 0 the
+ * learner waits that long between updates, as a control loop would. The readers use kbt_take or kbt_follow. Prints one
+ * line of JSON, times as [p50, p99] of taking and predicting, those of the first prediction from each new posterior
+ * apart as well; returns 0 only if nothing was torn.
  */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -18,12 +22,13 @@
 
 #include "kbt_mailbox.h"
 
-enum { INPUTS = 16, HIDDEN = 32, READERS = 2, BUCKETS = 4096 };
+enum { INPUTS = 16, HIDDEN = 32, READERS = 2, ROUNDS = 20, BUCKETS = 4096 };
 
 static long calls, period_us;
+static kbt_status (*take)(kbt_head *, kbt_mailbox *) = kbt_take;
 static uint64_t *noted; /* by the number of updates */
 static atomic_long torn;
-static atomic_int learning;
+static atomic_int learning; /* 1: may, 2: does */
 
 static void *owned[2 + 2 * READERS]; /* freed at the end */
 static int owned_count;
@@ -78,28 +83,28 @@ static int64_t now_ns(void) {
   return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
+typedef long Lengths[BUCKETS]; /* calls by their length, 10 ns each; the last one for everything longer */
+
 typedef struct Reader {
   pthread_t thread;
   kbt_head *head;
   kbt_mailbox *mailbox;
-  long counts[BUCKETS]; /* calls by their length, 10 ns each; the last one for everything longer */
-  long versions;
+  Lengths again, first; /* first from a posterior, or not */
 } Reader;
 
 static void *read_on(void *argument) {
   Reader *reader = argument;
-  uint64_t last = 0;
+  uint64_t last = kbt_samples(reader->head);
   long i;
-  for (i = 0; i < calls; ++i) {
+  for (i = 0; i < calls / ROUNDS; ++i) {
     const int64_t start = now_ns();
     uint64_t bits;
     int64_t took;
-    if (kbt_take(reader->head, reader->mailbox) != KBT_OK) abort();
+    if (take(reader->head, reader->mailbox) != KBT_OK) abort();
     bits = predicted(reader->head);
     took = (now_ns() - start) / 10;
-    ++reader->counts[took < BUCKETS ? took : BUCKETS - 1];
+    ++(kbt_samples(reader->head) != last ? reader->first : reader->again)[took < BUCKETS ? took : BUCKETS - 1];
     if (bits != noted[kbt_samples(reader->head)]) ++torn;
-    if (kbt_samples(reader->head) != last) ++reader->versions;
     last = kbt_samples(reader->head);
   }
   return NULL;
@@ -108,12 +113,12 @@ static void *read_on(void *argument) {
 static Reader readers[READERS];
 
 static void *learn_on(void *argument) {
+  static uint32_t lcg = 1;
   kbt_head *head = argument;
-  uint32_t lcg = 1;
-  long i;
   int k;
   int64_t release = now_ns();
-  for (i = 0; i < calls; ++i) {
+  learning = 2;
+  while (learning != 0 && kbt_samples(head) < (uint64_t)calls) {
     learn(head, &lcg);
     for (k = 0; k < READERS; ++k) {
       if (kbt_post(head, readers[k].mailbox) != KBT_OK) abort();
@@ -125,41 +130,60 @@ static void *learn_on(void *argument) {
       until.tv_nsec = release % 1000000000;
       clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL);
     }
-    if (!learning) break; /* the readers are done */
   }
   return NULL;
 }
 
-static void run_readers(void) {
-  int k;
-  for (k = 0; k < READERS; ++k) memset(readers[k].counts, 0, sizeof readers[k].counts), readers[k].versions = 0;
+/* One round of all readers. What they counted is added to `all`, and to `first`. */
+static void run_readers(Lengths all, Lengths first) {
+  int i, k;
   for (k = 0; k < READERS; ++k) {
+    memset(readers[k].again, 0, sizeof(Lengths));
+    memset(readers[k].first, 0, sizeof(Lengths));
     if (pthread_create(&readers[k].thread, NULL, read_on, &readers[k]) != 0) abort();
   }
   for (k = 0; k < READERS; ++k) pthread_join(readers[k].thread, NULL);
+  for (k = 0; k < READERS; ++k) {
+    for (i = 0; i < BUCKETS; ++i) {
+      all[i] += readers[k].again[i] + readers[k].first[i];
+      first[i] += readers[k].first[i];
+    }
+  }
 }
 
-static double percentile_us(double fraction) {
-  const double wanted = fraction * (double)calls * READERS;
+static long total(const Lengths lengths) {
+  long sum = 0;
+  int i;
+  for (i = 0; i < BUCKETS; ++i) sum += lengths[i];
+  return sum;
+}
+
+static double percentile_us(const Lengths lengths, double fraction) {
+  const double wanted = fraction * (double)total(lengths);
   double so_far = 0.0;
-  int i, k;
+  int i;
   for (i = 0; i < BUCKETS - 1; ++i) {
-    for (k = 0; k < READERS; ++k) so_far += (double)readers[k].counts[i];
+    so_far += (double)lengths[i];
     if (so_far >= wanted) break;
   }
   return (i + 1) * 0.01;
 }
 
+static void print_us(const char *name, const Lengths lengths) {
+  printf(", \"%s_us\": [%.2f, %.2f]", name, percentile_us(lengths, 0.5), percentile_us(lengths, 0.99));
+}
+
 int main(int argc, char **argv) {
+  static Lengths alone, writing, first, unused;
   kbt_head *head = new_head();
-  double alone[2], writing[2];
   pthread_t learner;
   uint32_t lcg = 1;
-  long i, versions = 0;
+  long i;
   int k;
   calls = argc > 1 ? atol(argv[1]) : 0;
   period_us = argc > 2 ? atol(argv[2]) : 0;
-  if (calls < 1) return 2;
+  if (argc > 3 && strcmp(argv[3], "follow") == 0) take = kbt_follow;
+  if (calls < ROUNDS) return 2;
   noted = malloc((size_t)(calls + 1) * sizeof *noted);
   if (noted == NULL) return 2;
   for (i = 0; i <= calls; ++i) {
@@ -173,20 +197,21 @@ int main(int argc, char **argv) {
         KBT_OK)
       abort();
   }
-  run_readers();
-  alone[0] = percentile_us(0.5), alone[1] = percentile_us(0.99);
-  learning = 1;
-  if (pthread_create(&learner, NULL, learn_on, head) != 0) abort();
-  run_readers();
-  learning = 0;
-  pthread_join(learner, NULL);
-  writing[0] = percentile_us(0.5), writing[1] = percentile_us(0.99);
-  for (k = 0; k < READERS; ++k) versions += readers[k].versions;
-  printf(
-      "{\"reads\": %ld, \"updates\": %llu, \"versions_seen\": %ld, \"torn\": %ld, \"alone_us\": [%.2f, %.2f], "
-      "\"writing_us\": [%.2f, %.2f]}\n",
-      READERS * calls, (unsigned long long)kbt_samples(head), versions, (long)torn, alone[0], alone[1], writing[0],
-      writing[1]);
+  for (i = 0; i < ROUNDS; ++i) {
+    run_readers(alone, unused);
+    learning = 1;
+    if (pthread_create(&learner, NULL, learn_on, head) != 0) abort();
+    while (learning == 1) sched_yield();
+    run_readers(writing, first);
+    learning = 0;
+    pthread_join(learner, NULL);
+  }
+  printf("{\"reads\": %ld, \"updates\": %llu, \"versions_seen\": %ld, \"torn\": %ld", total(writing),
+         (unsigned long long)kbt_samples(head), total(first), (long)torn);
+  print_us("alone", alone);
+  print_us("writing", writing);
+  print_us("first", first);
+  printf("}\n");
   while (owned_count > 0) free(owned[--owned_count]);
   free(noted);
   return torn != 0;

@@ -632,7 +632,8 @@ def test_a_mailbox_carries_what_was_learned_to_a_head_of_its_configuration_only(
     unlearned, state = reader.state(), head.state()
     assert unlearned != state
     before = other.state()
-    assert C.kbt_take(other.head, box) == C.kbt_post(other.head, box) == C.KBT_E_CONFIG
+    for verb in (C.kbt_post, C.kbt_take, C.kbt_follow):
+        assert verb(other.head, box) == C.KBT_E_CONFIG
     assert other.state() == before
     assert C.kbt_take(reader.head, box) == C.KBT_OK
     assert reader.state() == state
@@ -664,6 +665,59 @@ def test_what_a_reader_learns_by_itself_stays_with_it_and_is_gone_with_the_next_
     assert reader.state() == head.state()
 
 
+def test_a_reader_that_follows_has_every_post_or_a_newer_one_within_33_calls(head: CHead) -> None:
+    box, _memory = mailbox_of(head)
+    reader = CHead(3, 6, 2, max_rows=2)
+    assert C.kbt_take(reader.head, box) == C.KBT_OK
+    posted = [head.state()]  # by the number of the call before which it was posted
+    behind, changed = 0, []
+    for call in range(1, 200):
+        if call % 5 == 0:
+            assert head.update(H, Y * call) == C.KBT_OK
+            assert C.kbt_post(head.head, box) == C.KBT_OK
+        posted.append(head.state())
+        before = reader.state()
+        assert C.kbt_follow(reader.head, box) == C.KBT_OK
+        if reader.state() != before:
+            changed.append(call)
+        newest = max(i for i, state in enumerate(posted) if state == reader.state())
+        behind = max(behind, call - newest)
+    assert set(np.diff(changed)) == {17}
+    assert behind == 32  # the 33rd call takes it
+    for _ in range(34):
+        assert C.kbt_follow(reader.head, box) == C.KBT_OK
+    assert reader.state() == head.state()
+
+
+@pytest.mark.parametrize("asked", [1, 16])
+def test_a_reader_that_follows_may_take_at_any_time(head: CHead, asked: int) -> None:
+    box, _memory = mailbox_of(head)
+    reader = CHead(3, 6, 2, max_rows=2)
+    unlearned, first = reader.state(), head.state()
+    for _ in range(asked):
+        assert C.kbt_follow(reader.head, box) == C.KBT_OK
+    assert reader.state() == unlearned
+    assert C.kbt_take(reader.head, box) == C.KBT_OK  # what was coming
+    assert reader.state() == first
+    assert head.update(H, Y) == C.kbt_post(head.head, box) == C.KBT_OK
+    for _ in range(asked):
+        assert C.kbt_follow(reader.head, box) == C.KBT_OK
+    assert head.update(H, Y) == C.kbt_post(head.head, box) == C.KBT_OK
+    assert reader.state() == first
+    assert C.kbt_take(reader.head, box) == C.KBT_OK  # what is newer than that
+    assert reader.state() == head.state()
+    for _ in range(40):
+        assert C.kbt_follow(reader.head, box) == C.KBT_OK  # nothing is coming any more
+    assert reader.state() == head.state()
+
+
+@pytest.mark.host_only("looks into the library with objdump")
+def test_following_asks_for_memory_ahead_of_time() -> None:
+    """A compiler may drop a prefetch, and nothing but time would tell."""
+    code = run("objdump", "-d", "--disassemble=kbt_follow", installed("lib/libkbt.so"))
+    assert re.search(r"\b(prefetch\w*|prfm|pld)\b", code), code
+
+
 def test_a_mailbox_needs_its_room_and_no_null(head: CHead) -> None:
     needed = C.kbt_mailbox_bytes(head.head)
     memory, guard = guarded(needed + 64)
@@ -676,7 +730,7 @@ def test_a_mailbox_needs_its_room_and_no_null(head: CHead) -> None:
         assert C.kbt_mailbox_init(*arguments) == C.KBT_E_NULL
     assert (memory == GUARD).all()
     box, _memory = mailbox_of(head)
-    for verb in (C.kbt_post, C.kbt_take):
+    for verb in (C.kbt_post, C.kbt_take, C.kbt_follow):
         assert verb(NULL, box) == verb(head.head, NULL) == C.KBT_E_NULL
     assert (guard == GUARD).all()
 

@@ -34,7 +34,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_short_run_of_each_fuzzer_finds_nothing(target: str, work: Path) -> None:
     runs = {"abi": 300, "blob": 20_000, "flight": 5_000, "store": 3_000}[target]
     call = [sys.executable, str(ROOT / "tools" / "fuzz.py"), target, "--runs", str(runs), "--seconds", "0"]
-    told = run(*call, "--work", work)
+    told = run(*call, "--work", work, "--totals", work / "totals.json")
     executions = int(re.search(rf"{target}: (\d+) executions", told)[1])  # type: ignore[index]
     assert executions >= runs
     assert ", 0 findings" in told
@@ -63,6 +63,7 @@ def test_one_writer_and_two_readers_race_for_nothing(tmp_path: Path) -> None:
     compiled = tmp_path / "readers.o"
     run(CLANG, "-g", "-fsanitize=thread", f"-I{CSRC}", "-c", TESTS / "readers.c", "-o", compiled)
     run(f"{CLANG}++", "-fsanitize=thread", "-pthread", compiled, *objects, "-o", tmp_path / "readers")
-    told = json.loads(run(tmp_path / "readers", 3_000))
-    assert told["torn"] == 0
-    assert told["versions_seen"] > 10
+    for verb in ("take", "follow"):
+        told = json.loads(run(tmp_path / "readers", 3_000, 0, verb))
+        assert told["torn"] == 0
+        assert told["versions_seen"] > 10

@@ -181,9 +181,10 @@ def test_a_forked_child_learns_in_a_copy_of_its_own() -> None:
 
 
 @pytest.mark.host_only("needs a C compiler")
-def test_threads_in_c_never_see_a_half_learned_posterior(tmp_path: Path) -> None:
+@pytest.mark.parametrize("verb", ["take", "follow"])
+def test_threads_in_c_never_see_a_half_learned_posterior(verb: str, tmp_path: Path) -> None:
     program = build_with_installed("cc", TESTS / "readers.c", tmp_path / "readers", "-pthread")
-    told = json.loads(run(program, 20_000))
+    told = json.loads(run(program, 20_000, 0, verb))
     assert told["torn"] == 0
     assert told["versions_seen"] > 10
     assert told["updates"] > 10

@@ -1,7 +1,8 @@
 """Two threads predict while one learns: torn predictions, and what a reader waits. ``python tools/readers.py``.
 
-Builds tests/readers.c against the installed library. First the learner never rests; then it learns at 1 kHz, as a
-control loop would. Exits with 1 when a prediction was torn.
+Builds tests/readers.c against the installed library. First the learner never rests, then it learns at 1 kHz, as a
+control loop would; the readers take what is newest before each prediction, or follow it. Exits with 1 when a prediction
+was torn.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         program = build_with_installed("cc", TESTS / "readers.c", Path(folder) / "readers", "-pthread")
         for title, period in (("a learner that never rests", 0), ("a learner of 1 kHz", 1000)):
-            told = json.loads(run(program, calls, period))
-            alone, writing = told["alone_us"], told["writing_us"]
-            print(
-                f"{title}: {told['reads'] + told['updates']} calls, {told['updates']} of them updates, "
-                f"{told['versions_seen']} posteriors seen, {told['torn']} torn; reader alone p50 {alone[0]:.2f} and "
-                f"p99 {alone[1]:.2f} µs, while it learns p50 {writing[0]:.2f} and p99 {writing[1]:.2f} µs "
-                f"({writing[1] / alone[1]:.2f} times)"
-            )
+            for verb in ("follow", "take"):
+                told = json.loads(run(program, calls, period, verb))
+                alone, writing, first = told["alone_us"], told["writing_us"], told["first_us"]
+                print(
+                    f"{title}, kbt_{verb}: {told['reads'] + told['updates']} calls, {told['updates']} of them updates, "
+                    f"{told['versions_seen']} posteriors seen, {told['torn']} torn; reader alone p50 {alone[0]:.2f} "
+                    f"and p99 {alone[1]:.2f} µs, while it learns p50 {writing[0]:.2f} and p99 {writing[1]:.2f} µs "
+                    f"({writing[1] / alone[1]:.2f} times), the first from a new posterior p50 {first[0]:.2f} and p99 "
+                    f"{first[1]:.2f} µs"
+                )
     return 0
 
 

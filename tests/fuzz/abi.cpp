@@ -154,6 +154,7 @@ class Session {
     fuzz::Memory memory = fuzz::memory_of(bytes);
     kbt_mailbox *mailbox = nullptr;
     REQUIRE(kbt_mailbox_init(twin, memory.get(), bytes, &mailbox) == KBT_OK);
+    for (int i = in_.below(20); i > 0; --i) REQUIRE(kbt_follow(head_, mailbox) == KBT_OK);
     const kbt_status status = kbt_take(head_, mailbox);
     std::swap(mailbox_, memory);  // where the head's numbers were before may go
     return status;
