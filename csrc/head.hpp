@@ -484,18 +484,19 @@ class Head : public kbt_head {
     return quadratic(adj.data, spread_[i], rows * adj.stride) < kLargest &&  // column 0 is r
            (fuse() || growth_in_range(i, adj));
   }
-  // Only `replace` lets variances grow. Growth along b multiplies an entry of D by at most 1 + Var(b^T u).
+  // Only `replace` lets variances grow. Growth along b multiplies a variance by at most 1 + Var(b^T u); that of a
+  // weight is a sum of U^2 D, and the factors of a step stay below the growth divided by the smallest D.
   bool growth_in_range(Index i, const Adjoint<T> &adj) const {
     const Posterior<T> &w = layers_[i].w;
     const Index count = adj.rows * adj.stride;
-    T largest = T(0);
-    for (Index g = 0; g < w.matrices(); ++g) {
-      for (Index p = 0; p < w.M(); ++p) largest = w.D(g, p) > largest ? w.D(g, p) : largest;
-    }
+    T growth = T(1);
     for (Index k = 0; k < adj.rank; ++k) {
-      if (adj.signs[k] < T(0)) largest *= T(1) + T(count) * quadratic(adj.B(k, 0), spread_[i], count);
+      if (adj.signs[k] < T(0)) growth *= T(1) + T(count) * quadratic(adj.B(k, 0), spread_[i], count);
     }
-    return largest < kLargest;
+    if (growth == T(1)) return true;
+    const typename Posterior<T>::Range D = w.range_of_D();
+    const T steepest = largest_magnitude(w.u, w.u_count(), T(1));
+    return growth * D.largest * steepest * steepest < kLargest && growth < D.smallest * kLargest;
   }
 
   // For the watch. The gate hides what it rejects from a gaussian average, which judges what was learned and knows

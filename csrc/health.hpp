@@ -55,14 +55,10 @@ template <class T>
 void measure_variances(const Head<T> &head, kbt_health &health) {
   health.smallest_var = std::numeric_limits<double>::max();
   for (Index i = 0; i < head.layers(); ++i) {
-    const Posterior<T> &w = head.weights(i);
-    for (Index g = 0; g < w.matrices(); ++g) {
-      for (Index p = 0; p < w.M(); ++p) {
-        const double x = static_cast<double>(w.D(g, p));
-        if (x < health.smallest_var) health.smallest_var = x;
-        if (x > health.largest_var) health.largest_var = x;
-      }
-    }
+    const typename Posterior<T>::Range D = head.weights(i).range_of_D();
+    const double smallest = static_cast<double>(D.smallest), largest = static_cast<double>(D.largest);
+    if (smallest < health.smallest_var) health.smallest_var = smallest;
+    if (largest > health.largest_var) health.largest_var = largest;
   }
 }
 

@@ -341,15 +341,9 @@ kbt_status kbt_get_factor_range(const kbt_head *head, int32_t layer, double *sma
   if (head == nullptr || smallest == nullptr || largest == nullptr) return KBT_E_NULL;
   if (layer < 0 || layer >= head->cfg.layers) return KBT_E_LAYER;
   return as_head(head, [&](const auto &self) {
-    const auto &w = self.weights(layer);
-    *smallest = *largest = static_cast<double>(w.D(0, 0));
-    for (Index g = 0; g < w.matrices(); ++g) {
-      for (Index p = 0; p < w.M(); ++p) {
-        const double x = static_cast<double>(w.D(g, p));
-        if (x < *smallest) *smallest = x;
-        if (x > *largest) *largest = x;
-      }
-    }
+    const auto D = self.weights(layer).range_of_D();
+    *smallest = static_cast<double>(D.smallest);
+    *largest = static_cast<double>(D.largest);
     return KBT_OK;
   });
 }

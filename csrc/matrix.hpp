@@ -204,6 +204,18 @@ bool all_finite(const T *x, Index n) {  // x - x is 0 for a finite number and Na
   return rest == T(0);
 }
 
+// Of whole lanes, and of `largest`.
+template <class T>
+T largest_magnitude(const T *x, Index n, T largest) {
+  if constexpr (kVectors) {
+    Lanes<T> found = Lanes<T>::Constant(largest);
+    for (Index i = 0; i < n; i += kLanes) found = found.max(lanes(x + i).abs());
+    return found.maxCoeff();
+  }
+  for (Index i = 0; i < n; ++i) largest = std::fabs(x[i]) > largest ? std::fabs(x[i]) : largest;
+  return largest;
+}
+
 // In place A = L L^T, lower triangle only. A pivot below `floor`, which exact arithmetic could not give, is raised to
 // it, and so is one below the rounding of what it was left of: L^-1 would blow that up. Returns how many were, or -1
 // for an A so far from positive definite that rounding alone made it.

@@ -532,7 +532,7 @@ struct Posterior {
   Index mean_count() const { return M1 * stride; }
   Index length() const { return abreast ? Wide::vector_count(M1) : Alone::vector_count(M()); }  // of a vector over U
   Index d_count() const { return structure == KBT_DIAGONAL ? M1 * stride : groups() * length(); }
-  Index u_count() const {
+  __attribute__((noinline)) Index u_count() const {  // asked for seldom, and long
     if (structure == KBT_DIAGONAL) return 0;
     return groups() * (abreast ? Wide::u_count(M1) : Alone::u_count(M()));
   }
@@ -556,6 +556,21 @@ struct Posterior {
     return *alone(group).entry(p, q);
   }
   Index matrices() const { return structure == KBT_FULL ? 1 : n; }  // as D and U count groups
+
+  struct Range {
+    T smallest, largest;
+  };
+  __attribute__((noinline)) Range range_of_D() const {  // for checks and diagnostics: one copy will do
+    Range range{D(0, 0), D(0, 0)};
+    for (Index g = 0; g < matrices(); ++g) {
+      for (Index p = 0; p < M(); ++p) {
+        const T x = D(g, p);
+        range.smallest = x < range.smallest ? x : range.smallest;
+        range.largest = x > range.largest ? x : range.largest;
+      }
+    }
+    return range;
+  }
 
   void reset_factors() {
     fill(d, T(0), d_count());

@@ -618,6 +618,35 @@ def test_rows_of_every_magnitude_never_leave_a_state_that_is_not_finite(settings
     assert learned > 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("hidden", [(), (8,)], ids=str)
+@pytest.mark.parametrize("outputs", [1, 2, 9])
+@pytest.mark.parametrize("covariance", ["full", "neuron", "diagonal"])
+def test_variances_never_outgrow_their_type(covariance: str, outputs: int, hidden: tuple[int, ...], dtype: str) -> None:
+    """`replace` lets them grow from whatever they are to whatever the noise is, in directions of every steepness."""
+    rng, learned, refusals = np.random.default_rng(0), 0, 0
+    most = 30.0 if dtype == "float32" else 250.0
+    for trial in range(320):
+        if trial % 8 == 0:
+            prior = 10.0 ** rng.uniform(-29, 3)
+            settings: dict[str, Any] = {"covariance": covariance, "hidden": hidden, "dtype": dtype, "max_rows": 2}
+            head = kbt.Head(np.ones((outputs, 3)), rule="replace", prior_var=prior, noise_var=1e-9, **settings)
+        h = spread(rng, (1 + trial % 2, 3), most / 3) * rng.integers(0, 2, 3)
+        before = head.to_bytes()
+        try:
+            head.update(h, np.zeros((len(h), outputs)), 10.0 ** rng.uniform(-9, most))
+            learned += 1
+        except NumericsError:
+            refusals += 1
+            assert head.to_bytes() == before
+        for layer in head.layers:
+            assert np.isfinite(layer.mean).all()
+            assert np.isfinite(layer.cov).all()
+        kbt.Head.from_bytes(head.to_bytes())  # a state that its own loader accepts
+    assert learned > 30
+    assert refusals > 0
+
+
 @pytest.mark.parametrize(("dtype", "silent", "heard"), [("float32", 9e-13, 1.1e-12), ("float64", 9e-101, 1.1e-100)])
 def test_inputs_too_small_to_say_anything_count_as_zero(dtype: str, silent: float, heard: float) -> None:
     def learned(h: float) -> bytes:
