@@ -486,7 +486,7 @@ class Head : public kbt_head {
   }
   // Only `replace` lets variances grow. Growth along b multiplies a variance by at most 1 + Var(b^T u); that of a
   // weight is a sum of U^2 D, and the factors of a step stay below the growth divided by the smallest D.
-  bool growth_in_range(Index i, const Adjoint<T> &adj) const {
+  __attribute__((cold)) bool growth_in_range(Index i, const Adjoint<T> &adj) const {
     const Posterior<T> &w = layers_[i].w;
     const Index count = adj.rows * adj.stride;
     T growth = T(1);

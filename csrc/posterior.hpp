@@ -560,7 +560,7 @@ struct Posterior {
   struct Range {
     T smallest, largest;
   };
-  __attribute__((noinline)) Range range_of_D() const {  // for checks and diagnostics: one copy will do
+  __attribute__((noinline, cold)) Range range_of_D() const {  // for checks and diagnostics: one small copy will do
     Range range{D(0, 0), D(0, 0)};
     for (Index g = 0; g < matrices(); ++g) {
       for (Index p = 0; p < M(); ++p) {

@@ -122,13 +122,18 @@ def checked_name(name: object) -> str:
 def _core_sources() -> list[Path]:
     """The core as this package was built from it: in the package, or beside it in a checkout."""
     package = Path(__file__).parent
-    for folder, cmake in ((package / "csrc", package / "csrc"), (package.parent / "csrc", package.parent / "cmake")):
-        if (folder / "kbt.cpp").is_file():
-            found = [folder / Path(source).name for source in (*CORE, *EXTRA)]
-            for path in found:  # and what they include, and what that includes
-                names = re.findall(r'^#include "(\w+\.\w+)"', path.read_text(encoding="utf-8"), flags=re.M)
-                found += [folder / name for name in dict.fromkeys(names) if folder / name not in found]
-            return [*found, cmake / "KbtEigen.cmake"]
+    for folders in ((package / "csrc", package / "include"), (package.parent / "csrc", package.parent / "cmake")):
+        found: list[Path] = []
+        names = [*(Path(source).name for source in (*CORE, *EXTRA)), "KbtEigen.cmake"]
+        for name in names:  # and what they include, and what that includes
+            path = next((folder / name for folder in folders if (folder / name).is_file()), None)
+            if path is None:
+                break
+            found.append(path)
+            included = re.findall(r'^#include "(\w+\.\w+)"', path.read_text(encoding="utf-8"), flags=re.M)
+            names += [name for name in dict.fromkeys(included) if name not in names]
+        else:
+            return found
     raise BackendError("the sources of the core are not in this installation of kbt_edge; reinstall it")
 
 
