@@ -344,7 +344,7 @@ class Head : public kbt_head {
 
   // Results of the latest forward pass. cov and total_var may be null. What is left of a variance where nearly equal
   // ones have cancelled, as those of two classes do that move together, is rounding and can be negative: it counts as
-  // zero, and so do its covariances.
+  // zero, and so do its covariances. The noise can be the largest number there is, and nothing is larger.
   void read_prediction(T *mean, T *cov, T *total_var) {
     const Index K = predicted_rows * outputs();
     for (Index i = 0; i < K; ++i) mean[i] = measurement_.mean[i];
@@ -358,7 +358,9 @@ class Head : public kbt_head {
     for (Index i = 0; i < K; ++i) {
       const T *row = epistemic + i * K;
       for (Index k = 0; cov != nullptr && k < K; ++k) cov[i * K + k] = known(i) && known(k) ? row[k] : T(0);
-      if (total_var != nullptr) total_var[i] = (known(i) ? row[i] : T(0)) + observation_noise(i);
+      if (total_var == nullptr) continue;
+      const T total = (known(i) ? row[i] : T(0)) + observation_noise(i);
+      total_var[i] = is_finite(total) ? total : std::numeric_limits<T>::max();
     }
   }
 

@@ -616,6 +616,18 @@ def test_results_that_are_not_wanted_may_be_null(head: CHead) -> None:
     assert C.kbt_observe(head.head, pointer(Y), NULL, 0, NULL) == C.KBT_OK
 
 
+@pytest.mark.parametrize("dtype", ["FLOAT32", "FLOAT64"])
+def test_a_predicted_variance_is_finite_even_beside_the_largest_noise(dtype: str) -> None:
+    head = CHead(2, 1, dtype=getattr(C, f"KBT_{dtype}"))
+    assert head.set_prior(np.ones((1, 2)), [0.0]) == C.KBT_OK
+    largest = np.finfo(head.dtype).max
+    assert C.kbt_set_noise(head.head, pointer(head.array([largest])), 1) == C.KBT_OK
+    h = head.array([1.0, np.sqrt(largest) * 1e-5])
+    mean, cov, total = head.array([0.0]), head.array([0.0]), head.array([0.0])
+    assert C.kbt_predict(head.head, pointer(h), 1, pointer(mean), pointer(cov), pointer(total)) == C.KBT_OK
+    assert total[0] == largest > cov[0] > largest * 1e-11
+
+
 # ---- the mailbox -----------------------------------------------------------------------------------------------------
 
 
