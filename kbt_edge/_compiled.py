@@ -1,21 +1,29 @@
 """Trunk → C → shared library: how ``Trunk(backend="compiled")`` gets its code, once per model and machine.
 
     ONNX bytes ── emx-onnx-cgen ──> C ── local compiler ──> trunk.so ── cache folder ──> cffi
+                                      └─ with sanitizers ──> a first run in a process that may die
 
 The generator writes plain C for fixed shapes, without heap: all intermediate values lie on the stack, so the library
 has no state and every thread may run it. Around it we add one function, ``kbt_trunk_run``, that checks every input
 value before the network runs and every output value before it is handed over.
 
-A trunk may come from a stranger, and this file turns it into machine code. Three rules keep that harmless. Names and
-comments of the ONNX file never reach the C file (the generator copies them into comments, which can be closed from
-within). Only operators are compiled whose C stays within its arrays when shapes are constant. And the one among them
-that is led by data, Gather, gets its index limited.
+A trunk may come from a stranger, and this file turns it into machine code. These rules keep that harmless:
+
+- No text of the ONNX file reaches the C file, and no shape between its inputs and its output is taken from it
+  (``_generate.py``).
+- Only operators are compiled whose addresses do not depend on data. The one exception, Gather, gets its index limited.
+- The generated C is not trusted to stay within its arrays. Every new trunk is first built with the address and the
+  undefined behaviour sanitizer and run in a child process. As no address depends on data, one clean run speaks for
+  all of them.
+- Integers wrap around where they overflow.
+
+What cannot be compiled is remembered in the cache with the reason, so that it costs its seconds once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import importlib
 import importlib.metadata
 import json
 import math
@@ -28,34 +36,57 @@ import struct
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from kbt_edge import _generate
 from kbt_edge._onnxfile import OnnxModel, token_lookups
 from kbt_edge.errors import KbtError
 
-__all__ = ["CDEF", "BackendError", "Build", "CArray", "default_cache_dir", "generate_c", "library", "run_function"]
+__all__ = [
+    "CDEF",
+    "BackendError",
+    "Build",
+    "CArray",
+    "MissingError",
+    "UnfitError",
+    "default_cache_dir",
+    "library",
+    "trunk_source",
+    "try_out",
+]
 
 GENERATOR: Final = "emx-onnx-cgen"
-RECIPE: Final = 1  # part of every cache key: raise it when this file changes what it builds from the same model
+RECIPE: Final = 2  # part of every cache key: raise it when this file changes what it builds from the same model
 
 # -O3 without -march=native, -ffast-math or contraction: sums keep the order of the source, products are rounded before
 # they are added, and the library means the same on every machine of this architecture (up to its libm's expf and
 # erff). The price is that sums are not vectorised, which is why onnxruntime wins on large trunks.
-FLAGS: Final = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden")
+LANGUAGE: Final = ("-std=gnu11", "-ffp-contract=off", "-fwrapv")
+FLAGS: Final = (*LANGUAGE, "-O3", "-fPIC", "-shared", "-fvisibility=hidden")
 # Our signature and the generator's must agree, and a thread's stack is 8 MiB at best.
-MAX_FRAME: Final = 2**20
+MAX_FRAME: Final = _generate.MAX_FRAME
 CHECKS: Final = ("-Werror=incompatible-pointer-types", f"-Wframe-larger-than={MAX_FRAME}")
-MAX_GROWTH: Final = 2**26  # bytes of all values between nodes, beside those that come from a large file
+SANITIZE: Final = (*LANGUAGE, "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 MAX_FILE: Final = 2**24
 MAX_NODES: Final = 5000
 COMPILE_SECONDS: Final = 600
+TRIAL_SECONDS: Final = 120  # of the first run, with sanitizers
 # One function per node, not one for the whole network: about as fast to run, and gcc takes 1.4 s instead of 22 s for an
-# encoder-decoder.
-SEPARATE_NODES: Final = "#define EMX_NODE_FN static __attribute__((noinline))"
+# encoder-decoder. And NaN is not lost in a maximum or minimum, where C's own functions drop it.
+PRELUDE: Final = """\
+#include <math.h>
+#define EMX_NODE_FN static __attribute__((noinline))
+static inline float kbt_maxf(float a, float b) { return a > b || a != a ? a : b; }
+static inline float kbt_minf(float a, float b) { return a < b || a != a ? a : b; }
+static inline double kbt_max(double a, double b) { return a > b || a != a ? a : b; }
+static inline double kbt_min(double a, double b) { return a < b || a != a ? a : b; }
+#define fmaxf kbt_maxf
+#define fminf kbt_minf
+#define fmax kbt_max
+#define fmin kbt_min"""
 
 CDEF: Final = "int kbt_trunk_run(const void *const *inputs, float *output);"
 
@@ -80,6 +111,14 @@ LAYOUT_OPERATORS: Final = _words(
 
 class BackendError(KbtError, RuntimeError):
     """This trunk cannot run in the way asked for on this machine: something is not installed or not supported."""
+
+
+class MissingError(BackendError):
+    """A package that is needed for this is not installed."""
+
+
+class UnfitError(BackendError):
+    """This trunk cannot be compiled here, and will not be if it is tried again."""
 
 
 @dataclass(frozen=True)
@@ -137,14 +176,22 @@ def library(
     build = _open(entry, about)
     if build is not None:
         return build
-    source = "\n".join([SEPARATE_NODES, generate_c(data, model), run_function(inputs, output)])
+    failure = _remembered(entry, about)
+    if failure is not None:
+        raise UnfitError(f"{failure} (remembered; delete {entry} to try again)")
     try:
         shelf.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".build-", dir=shelf) as folder:
             fresh = Path(folder) / "entry"
             fresh.mkdir()
-            _compile(command, source, fresh / "trunk.so")
-            _publish(fresh, entry, {**about, **check(fresh / "trunk.so")})
+            try:
+                source = trunk_source(data, model, inputs, output, templates=_templates(shelf.parent))
+                _compile([*command, *FLAGS, *CHECKS], source, fresh / "trunk.so")
+                try_out(source, inputs, output, command)
+                _publish(fresh, entry, {**about, **check(fresh / "trunk.so")})
+            except UnfitError as error:
+                _remember(fresh, entry, {**about, "failed": str(error)})
+                raise
     except KbtError:
         raise
     except OSError as error:
@@ -153,6 +200,13 @@ def library(
     if build is None:
         raise BackendError(f"the library just written to {entry} cannot be read back")
     return Build(build.path, build.record, cached=False)
+
+
+def _templates(cache: Path) -> Path:
+    """Where the generator keeps its templates as it has read them; it takes seconds without."""
+    folder = cache / ".templates"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 def default_cache_dir() -> Path:
@@ -175,9 +229,8 @@ def _check_size(data: bytes, model: OnnxModel) -> None:
 
 def _check_operators(model: OnnxModel) -> None:
     unknown = sorted(set(model.operators) - OPERATORS)
-    if unknown or model.functions:
-        what = ", ".join(unknown) if unknown else "model-local functions"
-        raise BackendError(f"a compiled trunk cannot contain {what}; onnxruntime may be able to run it")
+    if unknown:
+        raise BackendError(f"a compiled trunk cannot contain {', '.join(unknown)}; onnxruntime may be able to run it")
     constants = set(model.graph.initialisers)
     lookups = token_lookups(model.graph)
     for position, node in enumerate(model.graph.nodes):
@@ -192,94 +245,63 @@ def _check_operators(model: OnnxModel) -> None:
             )
 
 
-def generate_c(data: bytes, model: OnnxModel, name: str = "trunk") -> str:
+def trunk_source(
+    data: bytes,
+    model: OnnxModel,
+    inputs: Sequence[CArray],
+    output: CArray,
+    name: str = "trunk",
+    templates: Path | None = None,
+) -> str:
+    """C source of the network, as the function ``name``, and of ``kbt_trunk_run`` around it."""
+    return "\n".join([PRELUDE, generate_c(data, model, name, templates), run_function(inputs, output, name)])
+
+
+def try_out(source: str, inputs: Sequence[CArray], output: CArray, command: Sequence[str]) -> None:
+    """Run ``source`` once with sanitizers, in a process that may die, and refuse it if they find anything."""
+    with tempfile.TemporaryDirectory(prefix="kbt-trial-") as folder:
+        trial = Path(folder) / "trial"
+        try:
+            _compile([*command, *SANITIZE], source + trial_program(inputs, output), trial)
+        except UnfitError:
+            _check_sanitizers(command, Path(folder))
+            raise
+        options = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": ""}
+        try:
+            done = subprocess.run(
+                [trial], capture_output=True, text=True, timeout=TRIAL_SECONDS, env=_environment() | options
+            )
+        except subprocess.TimeoutExpired:
+            raise UnfitError(f"the first run of this trunk did not end within {TRIAL_SECONDS} s") from None
+    if done.returncode != 0:
+        report = re.search(r"(runtime error|AddressSanitizer): .*", done.stderr)
+        said = report[0] if report is not None else f"exit code {done.returncode}"
+        raise UnfitError(f"the C of this trunk does not stay within its arrays: {said[:200]}")
+
+
+def generate_c(data: bytes, model: OnnxModel, name: str = "trunk", templates: Path | None = None) -> str:
     """C source with the function ``void name(inputs…, output)``; no heap, and no text from the file."""
     _check_size(data, model)
     _check_operators(model)
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise BackendError(f"name: expected a C identifier, got {name!r}")
     _generator_version()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            onnx: Any = importlib.import_module("onnx")
-            compiler: Any = importlib.import_module("emx_onnx_cgen.compiler")
-        except ImportError as error:  # such as a distribution's onnx that is too old for the generator
-            raise BackendError(f"{GENERATOR} is installed, but cannot be imported: {error}") from error
-        # Thresholds of 0: temporaries on the stack, weights in the source, never on the heap or in a file beside it.
-        options = compiler.CompilerOptions(model_name=name, large_temp_threshold_bytes=0, large_weight_threshold=0)
-        try:
-            anonymous = _anonymous(onnx, onnx.load_model_from_string(data))
-            _check_growth(onnx.shape_inference.infer_shapes(anonymous), len(data))
-            source = str(compiler.Compiler(options).compile(anonymous))
-        except BackendError:
-            raise
-        except Exception as error:  # of many types: the generator meets whatever the file holds
-            raise BackendError(f"{GENERATOR} cannot translate this trunk: {type(error).__name__}: {error}") from error
-    return _limit_gathers(source)
-
-
-def _check_growth(inferred: Any, size: int) -> None:
-    """Twenty doublings make a gigabyte of a few bytes, and the generator would compute it if it is constant."""
-    total = 0
-    for value in inferred.graph.value_info:
-        each = 4 * math.prod(dimension.dim_value for dimension in value.type.tensor_type.shape.dim)
-        total += each
-        if each > max(MAX_FRAME, size) or total > MAX_GROWTH + 16 * size:
-            raise BackendError(
-                f"a compiled trunk may use {MAX_FRAME} bytes of stack, its values between nodes need more: too large"
-            )
-
-
-def _anonymous(onnx: Any, model: Any) -> Any:
-    """The same model with numbered names, and nothing a stranger wrote that is not a number or an operator."""
-    names: dict[str, str] = {"": ""}  # the empty name marks an optional input that is left out
-
-    def renamed(name: str) -> str:
-        return names.setdefault(name, f"v{len(names)}")
-
-    graph = onnx.GraphProto(name="trunk")
-    for initialiser in model.graph.initializer:
-        copy = graph.initializer.add()
-        copy.CopyFrom(initialiser)
-        copy.name = renamed(initialiser.name)
-        copy.ClearField("doc_string")
-        copy.ClearField("metadata_props")
-    for source, target in ((model.graph.input, graph.input), (model.graph.output, graph.output)):
-        for value in source:
-            tensor = value.type.tensor_type
-            shape = [dimension.dim_value for dimension in tensor.shape.dim]
-            target.append(onnx.helper.make_tensor_value_info(renamed(value.name), tensor.elem_type, shape))
-    for node in model.graph.node:
-        copy = graph.node.add(op_type=node.op_type)
-        copy.input.extend(map(renamed, node.input))
-        copy.output.extend(map(renamed, node.output))
-        for attribute in node.attribute:
-            for text in (attribute.name.encode(), attribute.s, *attribute.strings):
-                if not re.fullmatch(rb"\w*", text):
-                    raise BackendError(f"a compiled trunk cannot contain the attribute text {text[:40]!r}")
-            inner = copy.attribute.add()
-            inner.CopyFrom(attribute)
-            inner.ClearField("doc_string")
-            inner.ClearField("ref_attr_name")
-            if attribute.HasField("t"):
-                inner.t.name = ""
-                inner.t.ClearField("doc_string")
-                inner.t.ClearField("metadata_props")
-    opsets = [onnx.helper.make_opsetid("", entry.version) for entry in model.opset_import if entry.domain == ""]
-    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version)
-
-
-def _limit_gathers(source: str) -> str:
-    """Keep every Gather within its table, whatever its index; valid indices are not affected."""
-    limited, count = re.subn(
-        r"(gather_index \+= (\d+);\s*\})",
-        r"\1 gather_index = gather_index < 0 ? 0 : gather_index >= \2 ? \2 - 1 : gather_index;",
-        source,
+    # The generator's own folder first, so that its imports cannot meet a file of the user's.
+    home = str(importlib.metadata.distribution(GENERATOR).locate_file(""))
+    folders = [home, *(folder for folder in sys.path if os.path.isabs(folder))]
+    arguments = [sys.executable, "-I", _generate.__file__, name, "\n".join(folders), str(templates or "")]
+    try:
+        done = subprocess.run(arguments, input=data, capture_output=True, timeout=COMPILE_SECONDS)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BackendError(f"{GENERATOR} could not be run: {error}") from None
+    if done.returncode == 0:
+        return done.stdout.decode("ascii")
+    reason = done.stderr.decode(errors="replace").strip()[-1000:]
+    if done.returncode == _generate.REFUSED:
+        raise UnfitError(reason)
+    raise BackendError(
+        reason if done.returncode == 1 and reason else f"{GENERATOR} ended with {done.returncode}: {reason}"
     )
-    if count != source.count("idx_t gather_index ="):
-        raise BackendError(f"this version of {GENERATOR} writes Gather in a form that is not known here")
-    return limited
 
 
 def run_function(inputs: Sequence[CArray], output: CArray, network: str = "trunk") -> str:
@@ -319,6 +341,32 @@ def run_function(inputs: Sequence[CArray], output: CArray, network: str = "trunk
     )
 
 
+def trial_program(inputs: Sequence[CArray], output: CArray) -> str:
+    """``main`` for the first run: buffers of exactly their size, filled with zeros, ones or last ids, and numbers."""
+    lines = ["#include <stdlib.h>", "int main(void) {", "  for (int round = 0; round < 3; ++round) {"]
+    for i, array in enumerate(inputs):
+        count = math.prod(array.shape)
+        value = f"(k * 7 + {i}) % {array.limit or 5}" if array.c_type == "int64_t" else "(float)(k % 13 - 6) / 4"
+        last = f"{array.limit - 1}" if array.limit is not None else "1"
+        lines += [
+            f"    {array.c_type} *x{i} = malloc({count} * sizeof *x{i});",
+            f"    for (long k = 0; k < {count}; ++k) x{i}[k] = round == 0 ? 0 : round == 1 ? {last} : {value};",
+        ]
+    pointers = ", ".join(f"x{i}" for i in range(len(inputs)))
+    lines += [
+        f"    const void *inputs[] = {{{pointers}}};",
+        f"    float *h = malloc({math.prod(output.shape)} * sizeof *h);",
+        "    (void)kbt_trunk_run(inputs, h);",
+        *(f"    free(x{i});" for i in range(len(inputs))),
+        "    free(h);",
+        "  }",
+        "  return 0;",
+        "}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
 # From C to a library.
 
 
@@ -344,27 +392,40 @@ def _compiler() -> tuple[list[str], str]:
     raise BackendError("no C compiler was found ($CC, cc, gcc, clang)")
 
 
-def _compile(command: list[str], source: str, target: Path) -> None:
+def _compile(command: Sequence[str], source: str, target: Path) -> None:
     (target.parent / "trunk.c").write_text(source, encoding="ascii")
-    call = [*command, *FLAGS, *CHECKS, "-o", target.name, "trunk.c", "-lm"]
+    call = [*command, "-o", target.name, "trunk.c", "-lm"]
     try:
         result = subprocess.run(
             call, cwd=target.parent, capture_output=True, text=True, timeout=COMPILE_SECONDS, env=_environment()
         )
     except subprocess.TimeoutExpired:
-        raise BackendError(f"{command[0]} did not finish this trunk within {COMPILE_SECONDS} s") from None
+        raise UnfitError(f"{command[0]} did not finish this trunk within {COMPILE_SECONDS} s") from None
     (target.parent / "trunk.c").unlink()
     if result.returncode != 0:
-        raise BackendError(f"{shlex.join(call)} failed: {result.stderr.strip()[:1000]}")
+        killed = result.returncode < 0 or re.search(r"[Kk]illed|out of memory|No space left", result.stderr)
+        raise (BackendError if killed else UnfitError)(f"{shlex.join(call)} failed: {result.stderr.strip()[:1000]}")
     if re.search(r"frame size", result.stderr):
-        raise BackendError(f"a compiled trunk may use {MAX_FRAME} bytes of stack, this one needs more: too large")
+        raise UnfitError(f"a compiled trunk may use {MAX_FRAME} bytes of stack, this one needs more: too large")
+
+
+def _check_sanitizers(command: Sequence[str], folder: Path) -> None:
+    """Whether this compiler has them at all."""
+    try:
+        _compile([*command, *SANITIZE], "int main(void) { return 0; }\n", folder / "empty")
+    except UnfitError as error:
+        raise BackendError(
+            f"{command[0]} cannot build with -fsanitize=address,undefined, which checks a new trunk before its first "
+            f"use; install its sanitizer libraries, or use onnxruntime ({str(error)[-200:]})"
+        ) from None
 
 
 def _environment() -> dict[str, str]:
     return {**os.environ, "LC_ALL": "C"}  # so that messages can be recognised
 
 
-# The cache: <cache>/<SHA-256 of the model>/<key>/ with trunk.so and build.json, published by one rename.
+# The cache: <cache>/<SHA-256 of the model>/<key>/ with trunk.so and build.json, published by one rename. Instead of the
+# library there may be failed.json, which says why there is none.
 
 
 def _machine() -> str:
@@ -403,6 +464,24 @@ def _newest(shelf: Path, about: Mapping[str, str]) -> Build | None:
     except OSError:
         return None
     return next((build for build in (_open(entry, about) for entry in entries) if build is not None), None)
+
+
+def _remembered(entry: Path, about: Mapping[str, str]) -> str | None:
+    """Why an earlier attempt to build exactly this failed."""
+    try:
+        record = json.loads((entry / "failed.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(record, dict) or any(record.get(key) != value for key, value in about.items()):
+        return None
+    return str(record.get("failed"))[:2000]
+
+
+def _remember(fresh: Path, entry: Path, about: Mapping[str, Any]) -> None:
+    (fresh / "trunk.so").unlink(missing_ok=True)
+    (fresh / "failed.json").write_text(json.dumps(about, indent=1, sort_keys=True) + "\n", encoding="ascii")
+    with contextlib.suppress(OSError):  # it is there already, from another builder
+        os.replace(fresh, entry)
 
 
 def _publish(fresh: Path, entry: Path, about: Mapping[str, Any]) -> None:

@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from kbt_edge import _core
 from kbt_edge import bundle as bundles
-from kbt_edge._compiled import SEPARATE_NODES, BackendError, CArray, generate_c, run_function
+from kbt_edge._compiled import BackendError, CArray, trunk_source, try_out
 from kbt_edge._onnxfile import read_onnx
 from kbt_edge._version import __version__
 from kbt_edge.errors import BundleError, RangeError, ShapeError
@@ -60,7 +60,7 @@ _TAKEN: Final = re.compile(
 
 # As in CMakeLists.txt: what the same bits depend on, and what keeps a heap and exceptions out.
 _COMMON_FLAGS: Final = ("-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra")
-_C_FLAGS: Final = ("-std=gnu11", "-O2")
+_C_FLAGS: Final = ("-std=gnu11", "-O2", "-fwrapv")
 _CXX_FLAGS: Final = ("-std=c++17", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics")
 # A Cortex-M4 with its single-precision FPU: the machine the README states figures for.
 _M4F: Final = ("-mcpu=cortex-m4", "-mthumb", "-mfloat-abi=hard", "-mfpu=fpv4-sp-d16")
@@ -221,12 +221,13 @@ class _Policy:
         inputs = [CArray(spec.shape, types[spec.dtype], spec.limit) for spec in self.arguments.values()]
         onnx = read_onnx(self.bundle.trunk)
         shape = tuple(length for length in onnx.graph.outputs[0].shape or () if isinstance(length, int))
-        network = generate_c(self.bundle.trunk, onnx, f"{name}_network")
-        network = re.sub(r"^(extern )?const ", "static const ", network, flags=re.M)
-        network = re.sub(rf"^(void|_Bool) (?={name}_network)", r"static EMX_UNUSED \1 ", network, flags=re.M)
-        run = run_function(inputs, CArray(shape, "float"), f"{name}_network")
-        run = run.replace("kbt_trunk_run", f"{name}_trunk_run")
-        return "\n".join([f"/* {name}_trunk.c - the frozen network.\n * {made}\n */", SEPARATE_NODES, network, run])
+        output = CArray(shape, "float")
+        source = trunk_source(self.bundle.trunk, onnx, inputs, output, f"{name}_network")
+        try_out(source, inputs, output, compiler("CC", "cc", "gcc", "clang"))
+        source = re.sub(r"^(extern )?const ", "static const ", source, flags=re.M)
+        source = re.sub(rf"^(void|_Bool) (?={name}_network)", r"static EMX_UNUSED \1 ", source, flags=re.M)
+        source = source.replace("kbt_trunk_run", f"{name}_trunk_run")
+        return f"/* {name}_trunk.c - the frozen network.\n * {made}\n */\n{source}"
 
     # Pieces of the templates, by the word that stands for them there.
 

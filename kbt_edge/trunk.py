@@ -30,7 +30,7 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kbt_edge._compiled import CDEF, BackendError, CArray, library
+from kbt_edge._compiled import CDEF, BackendError, CArray, MissingError, UnfitError, library
 from kbt_edge._files import read_bounded
 from kbt_edge._onnxfile import ELEMENT_TYPES, MAX_BYTES, OnnxModel, Value, read_onnx, token_limits
 from kbt_edge.errors import BundleError, DtypeError, KbtError, NumericsError, RangeError, ShapeError
@@ -82,8 +82,6 @@ class Trunk:
             raise RangeError("providers belong to onnxruntime, but backend='compiled' was asked for")
         data = file if isinstance(file, bytes) else read_bounded(file, MAX_BYTES)
         model = read_onnx(data)
-        if "Loop" in model.operators:
-            raise BundleError("trunk: expected a network whose steps are known, got a Loop, which data may keep going")
         self._sha256 = hashlib.sha256(data).hexdigest()
         self._operators = model.operators
         self._inputs = _inputs(model)
@@ -216,7 +214,7 @@ class Trunk:
         """
         try:
             reference = self._onnxruntime(data, None)
-        except BackendError:
+        except MissingError:
             return {"check": "onnxruntime is not installed"}
         compiled = _Compiled(path, self._slots, self._h)
         rng = np.random.default_rng(0)
@@ -239,7 +237,7 @@ class Trunk:
                 continue  # not an input that this trunk can take
             difference = float(np.abs(h[compiled.name] - expected).max()) / max(float(np.abs(expected).max()), 1e-30)
             if not difference <= AGREEMENT:
-                raise BackendError(f"the compiled trunk differs from onnxruntime by {difference:.1e} of its output")
+                raise UnfitError(f"the compiled trunk differs from onnxruntime by {difference:.1e} of its output")
             worst = max(worst, difference)
         return {
             "check": f"onnxruntime {reference.version}: largest relative difference {worst:.1e}",
@@ -316,7 +314,7 @@ class _Onnxruntime:
         options.inter_op_num_threads = 1
         options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # what is wrong is raised; nothing is written to a terminal
         # The bytes that were read here, as what they were read as, and in bounded memory. Constants are not computed
         # before the first run: kept side by side, those of a file of a few bytes can fill any memory.
         options.add_session_config_entry("session.load_model_format", "ONNX")
@@ -401,8 +399,8 @@ def _import(name: str) -> Any:
         machine = platform.machine()
         if name == "onnxruntime" and machine in NO_ONNXRUNTIME:
             way = "backend='compiled' runs the trunk without it, from a library built here or found in the cache"
-            raise BackendError(f"onnxruntime does not exist for {machine}; {way}") from error
-        raise BackendError(f"{name} is not installed (pip install {name})") from error
+            raise MissingError(f"onnxruntime does not exist for {machine}; {way}") from error
+        raise MissingError(f"{name} is not installed (pip install {name})") from error
 
 
 # The file and what it declares.

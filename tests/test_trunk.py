@@ -11,8 +11,8 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from kbt_edge import _compiled
+from kbt_edge import trunk as trunks
 from kbt_edge._onnxfile import read_onnx
 from kbt_edge.errors import BundleError, DtypeError, NumericsError, RangeError, ShapeError
 from kbt_edge.trunk import BackendError, Trunk
@@ -45,21 +46,6 @@ BACKENDS = ["onnxruntime", pytest.param("compiled", marks=needs_build)]
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One cache for the file, so that every network is built once."""
     return tmp_path_factory.mktemp("trunks")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def remembered_templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The generator compiles its templates anew for every trunk, two seconds each time; let jinja2 keep them."""
-    if GENERATOR is None:
-        yield
-        return
-    import emx_onnx_cgen.codegen.c_emitter as emitter
-    import jinja2
-
-    kept = jinja2.FileSystemBytecodeCache(str(tmp_path_factory.mktemp("templates")))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(emitter, "Environment", partial(jinja2.Environment, bytecode_cache=kept))
-        yield
 
 
 # Small networks whose answer NumPy knows.
@@ -367,6 +353,16 @@ def test_a_bad_file_is_refused(case: str, cache: Path) -> None:
         Trunk(build().SerializeToString(), backend="onnxruntime", cache_dir=cache)
 
 
+def test_an_output_that_no_input_reaches_is_refused(cache: Path) -> None:
+    """Its C would never be written, and h would be what lay on the stack."""
+    for nodes in ([helper.make_node("Identity", ["w"], ["h"])], []):
+        model = make(
+            nodes, [value("x", [1, 4])], [value("h" if nodes else "x", [1, 4])], {"w": np.ones((1, 4), np.float32)}
+        )
+        with pytest.raises(BundleError, match="is not computed from an input"):
+            Trunk(model.SerializeToString(), cache_dir=cache)
+
+
 def test_a_missing_or_foreign_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.onnx", tmp_path):
         with pytest.raises(BundleError, match="cannot be read"):
@@ -486,9 +482,12 @@ def test_a_missing_tool_is_named_and_auto_falls_back(
 def test_a_generator_that_cannot_be_imported_is_named_and_auto_falls_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "emx_onnx_cgen.compiler", None)
+    (tmp_path / "emx_onnx_cgen").mkdir()
+    (tmp_path / "emx_onnx_cgen" / "__init__.py").write_text("raise ImportError('made for another onnx')\n")
+    found = types.SimpleNamespace(version="1.4.0", locate_file=lambda name: tmp_path / name)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: found)
     data = mlp().SerializeToString()
-    with pytest.raises(BackendError, match="is installed, but cannot be imported"):
+    with pytest.raises(BackendError, match="is installed, but cannot be imported: made for another onnx"):
         Trunk(data, backend="compiled", cache_dir=tmp_path / "cache")
     assert Trunk(data, cache_dir=tmp_path / "cache").backend == "onnxruntime"
 
@@ -550,7 +549,11 @@ def logging_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compiled_times(notes: Path) -> int:
-    return len(notes.read_text().splitlines())
+    """How many libraries; each comes with a program for its first run, with sanitizers."""
+    calls = notes.read_text().splitlines()
+    libraries = sum("-shared" in call for call in calls)
+    assert sum("-fsanitize=" in call for call in calls) == libraries
+    return libraries
 
 
 @needs_build
@@ -655,7 +658,7 @@ def test_builders_that_compile_at_the_same_time_share_one_library(tmp_path: Path
     assert [errors for _, errors in results] == ["", ""]
     assert results[0] == results[1]
     assert np.frombuffer(bytes.fromhex(results[0][0].strip()), np.float32) == pytest.approx(relu_mlp([1, 2, 3, 4]))
-    (shelf,) = (tmp_path / "cache").iterdir()
+    (shelf,) = (tmp_path / "cache").glob("[!.]*")
     assert len(list(shelf.iterdir())) == 1
 
 
@@ -716,6 +719,203 @@ def test_a_trunk_too_large_for_the_stack_is_refused(tmp_path: Path) -> None:
     model = make(nodes, [value("x", [300, 1000])], [value("h", [300, 1000])], {})
     with pytest.raises(BackendError, match="1048576 bytes of stack"):
         Trunk(model.SerializeToString(), backend="compiled", cache_dir=tmp_path)
+
+
+def lying(operator: str, *constants: Any, output: tuple[int, ...] = (1, 4)) -> bytes:
+    """operator(x, constants) is declared as (1, 4) and is larger."""
+    names = [f"c{i}" for i in range(len(constants))]
+    nodes = [helper.make_node(operator, ["x", *names], ["h"])]
+    model = make(nodes, [value("x", [1, 4])], [value("h", list(output))], dict(zip(names, constants, strict=True)))
+    return bytes(model.SerializeToString())
+
+
+MANY = np.full((64, 4), 1.5, np.float32)
+LIES = {
+    "Add": lying("Add", MANY),
+    "Sub": lying("Sub", MANY),
+    "Div": lying("Div", MANY),
+    "Pow": lying("Pow", MANY),
+    "Max": lying("Max", MANY),
+    "Clip": lying("Clip", MANY, MANY),
+    "MatMul": lying("MatMul", np.ones((64, 4, 4), np.float32)),
+    "Expand": lying("Expand", np.array([64, 4])),
+    "Reshape": lying("Reshape", np.array([4, 1])),
+    "Unsqueeze": lying("Unsqueeze", np.array([0])),
+    "Squeeze": lying("Squeeze", np.array([0])),
+    "Transpose": lying("Transpose"),
+    "Relu, smaller": lying("Relu", output=(1, 3)),
+    "Relu, larger": lying("Relu", output=(1, 400)),
+}
+
+LOADING = """
+import sys
+import kbt_edge as kbt
+backend, cache, *files = sys.argv[1:]
+for file in files:
+    try:
+        print(kbt.Trunk(file, backend=backend, cache_dir=cache))
+    except kbt.KbtError as error:
+        print("refused:", " ".join(str(error).split()))
+"""
+
+
+@needs_build
+@pytest.mark.long("meets the generator with fourteen files")
+@pytest.mark.parametrize("backend", ["compiled", "auto"])
+def test_a_trunk_that_lies_about_the_shape_of_its_output_is_refused(backend: str, cache: Path, tmp_path: Path) -> None:
+    files = [tmp_path / f"{name}.onnx" for name in LIES]
+    for file, lie in zip(files, LIES.values(), strict=True):
+        file.write_bytes(lie)
+    call = [sys.executable, "-c", LOADING, backend, str(cache), *map(str, files)]
+    child = subprocess.run(call, capture_output=True, text=True)  # these files once took over the process
+    assert (child.returncode, child.stderr) == (0, "")
+    for lie, line in zip(LIES, child.stdout.splitlines(), strict=True):
+        assert line.startswith("refused: "), lie
+
+
+@needs_build
+def test_c_that_leaves_its_arrays_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true_source = _compiled.generate_c
+    for limit, number in [("i1 < 3", 9), ("k < 4", 4000)]:  # one writes too much, the other reads it
+        source = [true_source(data := mlp().SerializeToString(), read_onnx(data)).replace(limit, f"{limit}{number}")]
+        monkeypatch.setattr(_compiled, "generate_c", lambda *a, source=source, **k: source[0])
+        with pytest.raises(BackendError, match=r"does not stay within its arrays: .*(overflow|out of bounds)"):
+            Trunk(data, backend="compiled", cache_dir=tmp_path / limit)
+        assert not list(tmp_path.glob("*/*/*/trunk.so"))
+
+
+@needs_build
+def test_a_compiler_without_sanitizers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "cc"
+    script.write_text(
+        f'#!/bin/sh\ncase "$*" in *-fsanitize*) echo "no libasan" >&2; exit 1;; esac\nexec {COMPILER} "$@"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    for _ in range(2):  # and is not remembered: the libraries may be installed tomorrow
+        with pytest.raises(BackendError, match="install its sanitizer libraries, or use onnxruntime") as error:
+            Trunk(mlp().SerializeToString(), backend="compiled", cache_dir=tmp_path / "cache")
+        assert "remembered" not in str(error.value)
+
+
+@needs_build
+def test_what_onnxruntime_notices_is_not_taken_for_its_absence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: Any) -> Any:
+        raise BackendError("onnxruntime failed to run the trunk: another shape")
+
+    monkeypatch.setattr(trunks, "_Onnxruntime", failing)
+    with pytest.raises(BackendError, match="another shape"):
+        Trunk(mlp().SerializeToString(), backend="compiled", cache_dir=tmp_path)
+    assert not list(tmp_path.glob("*/*/trunk.so"))
+
+
+@needs_build
+@pytest.mark.parametrize("operator", ["Mul", "Add", "Sub"])
+def test_integers_that_overflow_wrap_around_on_both_backends(operator: str, tmp_path: Path) -> None:
+    """Also with the undefined behaviour sanitizer, which every new trunk goes through."""
+    nodes = [helper.make_node(operator, ["i", "c"], ["a"]), helper.make_node("Less", ["a", "zero"], ["b"])]
+    nodes.append(helper.make_node("Cast", ["b"], ["h"], to=FLOAT))
+    far = np.array([2**62, 2**63 - 1, -(2**63), 3])
+    model = make(nodes, [value("i", [4], INT64)], [value("h", [4])], {"c": far, "zero": np.array(0)})
+    ids = np.array([5, 2**63 - 1, -(2**63), -(2**63)])
+    with np.errstate(over="ignore"):
+        wrapped = {"Mul": np.multiply, "Add": np.add, "Sub": np.subtract}[operator](ids, far)
+    for backend in ("compiled", "onnxruntime"):
+        trunk = Trunk(model.SerializeToString(), backend=backend, cache_dir=tmp_path)
+        np.testing.assert_array_equal(trunk(ids)[0], wrapped < 0)
+
+
+@pytest.mark.parametrize("backend", ["compiled", "onnxruntime", "auto"])
+@pytest.mark.parametrize("operator", ["Div", "Mod"])
+def test_integer_division_is_refused_before_it_can_end_the_process(operator: str, backend: str, tmp_path: Path) -> None:
+    nodes = [helper.make_node(operator, ["i", "c"], ["a"]), helper.make_node("Cast", ["a"], ["h"], to=FLOAT)]
+    model = make(nodes, [value("i", [2], INT64)], [value("h", [2])], {"c": np.array([-1, -1])})
+    with pytest.raises(BundleError, match=f"{operator} of integers"):
+        Trunk(model.SerializeToString(), backend=backend, cache_dir=tmp_path)
+
+
+@needs_build
+def test_nan_within_a_network_is_never_turned_into_a_number(backend: str, tmp_path: Path) -> None:
+    """Row k of x goes through log and the k-th operator: after log(-1), h has to be refused."""
+    operators = [
+        "Relu",
+        "HardSigmoid",
+        "HardSwish",
+        "Softplus",
+        "LeakyRelu",
+        "Sigmoid",
+        "ReduceMax",
+        "ReduceMin",
+        "Max",
+        "Min",
+        "Clip",
+    ]
+    nodes = [helper.make_node("Log", ["x"], ["log"])]
+    constants: dict[str, Any] = {"big": np.float32(9), "small": np.float32(-9), "row": np.array([1, -1])}
+    for k, operator in enumerate(operators):
+        constants[f"k{k}"] = np.array([k])
+        bounds = {"Max": ["small"], "Min": ["big"], "Clip": ["small", "big"]}.get(operator, [])
+        nodes += [
+            helper.make_node("Gather", ["log", f"k{k}"], [f"a{k}"]),
+            helper.make_node(
+                operator, [*bounds[:1], f"a{k}"][:: -1 if operator == "Clip" else 1] + bounds[1:], [f"b{k}"]
+            ),
+            helper.make_node("ReduceSum", [f"b{k}"], [f"c{k}"]),
+            helper.make_node("Reshape", [f"c{k}", "row"], [f"d{k}"]),
+        ]
+    count = len(operators)
+    nodes.append(helper.make_node("Concat", [f"d{k}" for k in range(count)], ["h"], axis=1))
+    model = make(nodes, [value("x", [count, 2])], [value("h", [1, count])], constants)
+    trunk = Trunk(model.SerializeToString(), backend=backend, cache_dir=tmp_path)
+    assert np.isfinite(trunk(np.full((count, 2), 0.5))).all()
+    for k in range(count):
+        x = np.full((count, 2), 0.5)
+        x[k, 0] = -1.0
+        with pytest.raises(NumericsError, match="not finite"):
+            trunk(x)
+
+
+@needs_build
+def test_numbers_are_not_cast_to_integers_in_c(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Cast", ["x"], ["i"], to=INT64), helper.make_node("Cast", ["i"], ["h"], to=FLOAT)]
+    data = make(nodes, [value("x", [1, 4])], [value("h", [1, 4])], {}).SerializeToString()
+    with pytest.raises(BackendError, match="Cast of real numbers to integers"):
+        Trunk(data, backend="compiled", cache_dir=tmp_path)
+    assert Trunk(data, cache_dir=tmp_path).backend == "onnxruntime"
+
+
+@needs_build
+@pytest.mark.long("compiles trunks, which takes long under emulation")
+def test_a_trunk_that_cannot_be_compiled_is_tried_once(logging_compiler: Path, tmp_path: Path) -> None:
+    nodes = [helper.make_node("Relu", ["x"], ["a"]), helper.make_node("Sigmoid", ["a"], ["h"])]
+    data = make(nodes, [value("x", [300, 800])], [value("h", [300, 800])], {}).SerializeToString()
+    reasons = []
+    for _ in range(3):
+        with pytest.raises(BackendError, match="1048576 bytes of stack") as error:
+            Trunk(data, backend="compiled", cache_dir=tmp_path / "cache")
+        reasons.append(str(error.value))
+    assert len(logging_compiler.read_text().splitlines()) == 1
+    assert "remembered; delete" not in reasons[0]
+    assert "remembered; delete" in reasons[1]
+    assert "remembered; delete" in Trunk(data, cache_dir=tmp_path / "cache").backend_reason
+    entry = Path(reasons[1].split("delete ")[1].split(" to try")[0])
+    shutil.rmtree(entry)
+    with pytest.raises(BackendError, match=r"bytes of stack, this one needs more: too large$"):
+        Trunk(data, backend="compiled", cache_dir=tmp_path / "cache")
+
+
+@needs_build
+@pytest.mark.long("starts Python once more, seconds of emulation")
+def test_the_generator_never_imports_a_file_of_the_user(tmp_path: Path) -> None:
+    """It imports a package called ``shared``, and so may the user's own program be called."""
+    (tmp_path / "trunk.onnx").write_bytes(mlp().SerializeToString())
+    for name in ("shared", "onnx", "jinja2", "emx_onnx_cgen"):
+        (tmp_path / f"{name}.py").write_text("open('executed', 'w').close()\n")
+    (tmp_path / "main.py").write_text(LOADING)
+    call = [sys.executable, "main.py", "compiled", "cache", "trunk.onnx"]
+    child = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True)
+    assert (child.returncode, child.stdout[:6], child.stderr) == (0, "Trunk(", "")
+    assert not (tmp_path / "executed").exists()
 
 
 # The heap.
