@@ -1,7 +1,7 @@
 """ONNX files that may run here: ``read_onnx`` applies rules that hold before any runtime is handed the file.
 
 - Its parts fit together: every name is made once and before it is used, so there is no cycle.
-- Its operators are those of ONNX, or some that onnxruntime's own tools put into a file.
+- Its operators are those of ONNX, or some that onnxruntime's own tools put into a file, with all inputs they need.
 - Its work is known beforehand. Together with the refusal of control flow by the reader, no shape may depend on the
   values of an input: one run then costs as much as any other.
 - No operator can end the process: integer division does, by zero and at the smallest integer.
@@ -33,6 +33,16 @@ MICROSOFT: Final = _words(
     PackedAttention PackedMultiHeadAttention QAttention QGemm QLinearAdd QLinearAveragePool QLinearConcat
     QLinearGlobalAveragePool QLinearLeakyRelu QLinearMul QLinearSigmoid QLinearSoftmax QuantizeLinear QuickGelu
     RelativePositionBias RotaryEmbedding SkipLayerNormalization SkipSimplifiedLayerNormalization TransposeMatMul
+    """
+)
+
+# Operators of ONNX of which an input may be left out by an empty name. onnxruntime does not survive it in others.
+OPTIONAL: Final = _words(
+    """
+    Attention Clip Conv ConvInteger ConvTranspose DFT DequantizeLinear Dropout GRU Gemm LSTM LayerNormalization
+    MatMulInteger NonMaxSuppression Pad QLinearConv QuantizeLinear RNN ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp
+    ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Resize RotaryEmbedding STFT Slice Split Squeeze
+    Trilu
     """
 )
 
@@ -129,6 +139,8 @@ def _check_operators(graph: Graph) -> None:
             raise BundleError(
                 f"ONNX file: {node.operator!r} is neither an operator of ONNX nor one that onnxruntime's tools write"
             )
+        if "" in node.inputs[: None if not domain and name not in OPTIONAL else 1]:
+            raise BundleError(f"ONNX file: {node.operator} leaves out an input that it needs")
 
 
 def _check_work(graph: Graph) -> None:

@@ -166,6 +166,11 @@ ONNX: dict[str, tuple[bytes, str]] = {
         onnx_file(node("BeamSearch", ["x"], "h") + field(7, "com.microsoft")),
         "'com.microsoft.BeamSearch' is neither",
     ),
+    "an input left out of a sum": (
+        onnx_file(node("Mean", ["x", "x", ""], "m"), node("MatMul", ["x", "w"], "h")),  # a fault in onnxruntime
+        "Mean leaves out an input that it needs",
+    ),
+    "a first input left out": (onnx_file(node("Clip", ["", "x"], "h")), "Clip leaves out an input that it needs"),
     "integer division": (
         onnx_file(node("Div", ["i", "i"], "q"), node("MatMul", ["x", "w"], "h"), inputs=(X, IDS)),
         "Div of integers",
@@ -222,6 +227,7 @@ def test_the_pieces_of_these_files_are_accepted_when_nothing_is_wrong_with_them(
         constant(field(1, 2) + field(2, 11) + field(10, bytes(16))),
         onnx_file(node("Gelu", ["x"], "h") + field(7, "com.microsoft")),
         onnx_file(node("Div", ["x", "w"], "h")),
+        onnx_file(node("Clip", ["x", "", "w"], "h")),
         onnx_file(node("Cast", ["i"], "f") + integer("to", 1), node("Div", ["f", "f"], "h"), inputs=(IDS,)),
         onnx_file(node("NonZero", ["w"], "n"), node("Expand", ["x", "n"], "h")),
         onnx_file(node("Shape", ["x"], "s"), node("Reshape", ["x", "s"], "h")),
