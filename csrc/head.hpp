@@ -83,8 +83,8 @@ class Head : public kbt_head {
       Posterior<T> &w = layers_[i].w;
       w.shape(cfg.widths[i], cfg.widths[i + 1], cfg.covariance, static_cast<T>(cfg.prior_var[i]));
       w.mean = arena.take<T>(w.mean_count());
-      w.d = arena.take<T>(w.d_count());
       w.u = arena.take<T>(w.u_count());
+      w.d = arena.take<T>(w.d_count());  // right behind U: see Linear::full_project
     }
     noise_ = arena.take<T>(noise_capacity());
     learned_bytes_ = arena.used() - start;
@@ -117,8 +117,8 @@ class Head : public kbt_head {
       at_least(B, layer.B_count(rows, rank, fuse()));
       at_least(O, layer.O_count(rows, rank, fuse(), i == layers() - 1 && separate_last_layer()));
     }
-    cov_[0] = arena.take<T>(cov[0]);
-    cov_[1] = arena.take<T>(cov[1]);
+    cov_[0] = arena.take<T>(cov[0] + kLanes);  // zeros behind it: see Linear::full_weights
+    cov_[1] = arena.take<T>(cov[1] + kLanes);
     u_ = arena.take<T>(u);
     series_ = arena.take<T>(series);
     work_ = {arena.take<T>(vector), arena.take<T>(inner), arena.take<T>(step), arena.take<T>(H),
@@ -313,7 +313,7 @@ class Head : public kbt_head {
       const Cov<T> out{cov_[i % 2], dense_output(i), rows, layer.w.n, layer.w.stride};
       const Index count = Cov<T>::count(out.dense, rows, out.n, out.stride);
       layer.mean_forward(rows, u_);
-      fill(out.data, T(0), count);
+      fill(out.data, T(0), count + kLanes);
       if (!certain) layer.input_cov_forward(in, out, work_);
       const bool last = i == layers() - 1;
       if (last && noise_known()) {
@@ -443,7 +443,7 @@ class Head : public kbt_head {
     return Cov<T>{data, cfg.covariance == KBT_FULL, rows, inputs(), inputs()};
   }
   void fill_input_cov(const Cov<T> &in) const {
-    fill(in.data, T(0), Cov<T>::count(in.dense, in.rows, in.n, in.stride));
+    fill(in.data, T(0), Cov<T>::count(in.dense, in.rows, in.n, in.stride) + kLanes);
     for (Index a = 0; a < in.rows; ++a) {
       for (Index p = 0; p < in.n; ++p) in.same(a, a, p) = static_cast<T>(cfg.input_var);
     }

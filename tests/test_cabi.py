@@ -69,6 +69,15 @@ class CHead:
             C.kbt_update(self.head, pointer(h), rows, pointer(y), pointer(R), 0 if R is None else R.size, result)
         )
 
+    def predict(self, h: Any) -> tuple[int, bytes]:
+        """Status, and all results: zeros where the call was refused."""
+        h = self.array(h)
+        rows = h.size // self.d
+        K = rows * self.d_o
+        mean, cov, total = (np.zeros(n, self.dtype) for n in (K, K * K, K))
+        status = C.kbt_predict(self.head, pointer(h), rows, pointer(mean), pointer(cov), pointer(total))
+        return int(status), mean.tobytes() + cov.tobytes() + total.tobytes()
+
     def state(self) -> bytes:
         blob = np.zeros(C.kbt_state_size(self.head), np.uint8)
         assert C.kbt_state_save(self.head, pointer(blob), blob.size) == C.KBT_OK
@@ -514,6 +523,27 @@ def test_the_gate_reports_and_counts() -> None:
     assert (counters.gated, counters.rejected, C.kbt_samples(head.head)) == (1, 0, 0)
     assert head.update([1.0, 1.0], [0.1], result=result) == C.KBT_OK
     assert C.kbt_samples(head.head) == 1
+
+
+# ---- a refused call changes nothing: neither bytes nor any later answer ---------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [0, 1])
+@pytest.mark.parametrize("widths", [(2, 4, 8, 5), (2, 5, 4, 3), (3, 12, 4), (4, 8, 12, 5)], ids=str)
+def test_a_refused_prediction_leaves_a_full_head_as_useful_as_before(widths: tuple[int, ...], dtype: int) -> None:
+    """Inputs of every size, as each layer can be the first one that overflows, and leaves infinities behind."""
+    prior_var, rng = [1e-6] * (len(widths) - 2) + [10.0], np.random.default_rng(1)
+    head = CHead(*widths, covariance=C.KBT_FULL, dtype=dtype, prior_var=prior_var)
+    assert head.set_prior(rng.normal(size=(head.d_o, head.d)), np.zeros(head.d_o)) == C.KBT_OK
+    sane = rng.normal(size=(20, head.d))
+    before, want = head.state(), [head.predict(h) for h in sane]
+    assert {status for status, _ in want} == {C.KBT_OK}
+    largest = np.log10(np.finfo(head.dtype).max)
+    for exponent in np.linspace(0.4 * largest, 0.99 * largest, 60):
+        head.predict(np.full(head.d, 10.0**exponent))
+        assert [head.predict(h) for h in sane] == want
+    assert head.state() == before
+    assert head.rejected() > 0
 
 
 # ---- what the getters say ------------------------------------------------------------------------------------------

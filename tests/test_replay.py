@@ -18,6 +18,7 @@ from cabi import CSRC, ROOT, TESTS, build_core, library, run
 from command import call
 
 import kbt_edge as kbt
+from kbt_edge.errors import KbtError
 from kbt_edge.flight import KINDS, FlightLog
 
 LOGS = TESTS / "logs"
@@ -150,6 +151,25 @@ def test_whatever_comes_replays_to_the_same_bits(settings: dict[str, Any], sampl
     assert replay.reproduced
     assert replay.head.to_bytes() == head.to_bytes()
     assert sum(replay.statuses.values()) == len(log)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 1e20), ("float64", 1e155)])
+def test_a_log_of_a_head_that_has_refused_a_prediction_replays_to_the_same_bits(dtype: str, size: float) -> None:
+    """Predictions are not recorded: a refused one must not change what comes after it."""
+    rng = np.random.default_rng(5)
+    head = kbt.Head(
+        rng.normal(size=(5, 2)), hidden=(4, 8), covariance="full", prior_var=(1e-6, 1e-6, 10.0), dtype=dtype
+    )
+    head.record(50)
+    for step in range(40):
+        if step % 4 == 3:
+            with pytest.raises(KbtError):
+                head.predict([size, size])
+        with contextlib.suppress(KbtError):
+            head.update(rng.normal(size=2), rng.normal(size=5))
+    log = FlightLog(head.flight_log())
+    assert log.replay().reproduced
+    assert log.records["status"].tolist() == [0] * 40
 
 
 def test_the_records_say_what_came() -> None:
