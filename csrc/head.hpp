@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <limits>
 #include <new>
+#include <utility>
 
 #include "kbt.h"
 #include "linear.hpp"
@@ -98,6 +99,7 @@ class Head : public kbt_head {
       spread_[i] = arena.take<T>(rows * layer.w.stride);
       adjoint_[i] = arena.take<T>((1 + rank) * rows * layer.w.stride);
     }
+    other_z_ = arena.take<T>(rows * layers_[0].w.z_stride);
     call_noise_ = arena.take<T>(noise_capacity());
     target_ = arena.take<T>(rank);
 
@@ -294,10 +296,13 @@ class Head : public kbt_head {
 
   // ---- predict -----------------------------------------------------------------------------------------------------
 
-  // Moments through every layer (METHOD section 2). Touches scratch only.
+  // Moments through every layer (METHOD section 2). Touches scratch only. Without h, at the input of the pass before
+  // the latest, which is kept for take_back.
   kbt_status forward(const T *h, Index rows) {
+    rows_before_ = predicted_rows;
     predicted_rows = 0;
-    for (Index a = 0; a < rows; ++a) {
+    std::swap(layers_[0].z, other_z_);
+    for (Index a = 0; h != nullptr && a < rows; ++a) {
       T *z = layers_[0].z + a * layers_[0].w.z_stride;
       for (Index p = 0; p < inputs(); ++p) {
         const T x = h[a * inputs() + p];
@@ -341,6 +346,10 @@ class Head : public kbt_head {
     predicted_rows = static_cast<std::int32_t>(rows);
     return KBT_OK;
   }
+
+  // The call that made the latest forward pass is refused: the rows that were predicted before it wait to be observed
+  // again. No weight has changed since, so that their pass gives what it gave then, bit by bit.
+  void take_back() { forward(nullptr, rows_before_); }
 
   // Results of the latest forward pass. cov and total_var may be null. What is left of a variance where nearly equal
   // ones have cancelled, as those of two classes do that move together, is rounding and can be negative: it counts as
@@ -540,11 +549,13 @@ class Head : public kbt_head {
   T *spread_[KBT_MAX_LAYERS];   // Var u before the ReLU, rows x stride
   T *adjoint_[KBT_MAX_LAYERS];  // (1 + rank) x rows x stride
   T *cov_[2];                   // covariance in and out of a layer, in turns
+  T *other_z_;                  // z of the first layer, of the forward pass before the latest
   T *u_;                        // means of a layer's pre-activations, rows x stride
   T *series_;
   T *rest_;                 // part of the output covariance that the last layer's weights do not cause, and scratch
   T *noise_, *call_noise_;  // R of the head, and of one call
   T *target_;
+  std::int32_t rows_before_;  // predicted_rows before the latest forward pass
   bool noise_matrix_;
   std::size_t learned_bytes_;
   typename Linear<T>::Work work_;

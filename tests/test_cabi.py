@@ -46,6 +46,7 @@ class CHead:
     """A head made through the C ABI alone, in an arena of exactly the size it asked for."""
 
     def __init__(self, *widths: int, **fields: Any) -> None:
+        self.made = widths, fields
         self.cfg = config(*widths, **fields)
         self.dtype = np.float64 if self.cfg.dtype == C.KBT_FLOAT64 else np.float32
         self.d, self.d_o = widths[0], widths[-1]
@@ -77,6 +78,17 @@ class CHead:
         mean, cov, total = (np.zeros(n, self.dtype) for n in (K, K * K, K))
         status = C.kbt_predict(self.head, pointer(h), rows, pointer(mean), pointer(cov), pointer(total))
         return int(status), mean.tobytes() + cov.tobytes() + total.tobytes()
+
+    def observe(self, y: Any, noise: Any = None, result: Any = NULL) -> int:
+        y, R = self.array(y), None if noise is None else self.array(noise)
+        return int(C.kbt_observe(self.head, pointer(y), pointer(R), 0 if R is None else R.size, result))
+
+    def copy(self) -> CHead:
+        """Another head, made from the bytes of this one."""
+        widths, fields = self.made
+        other, blob = CHead(*widths, **fields), self.state()
+        assert C.kbt_state_load(other.head, blob, len(blob)) == C.KBT_OK
+        return other
 
     def state(self) -> bytes:
         blob = np.zeros(C.kbt_state_size(self.head), np.uint8)
@@ -528,6 +540,12 @@ def test_the_gate_reports_and_counts() -> None:
 # ---- a refused call changes nothing: neither bytes nor any later answer ---------------------------------------------
 
 
+def extremes(dtype: Any) -> list[float]:
+    """What overflows squared, what overflows at once, denormals, and what is not finite."""
+    most, least = np.finfo(dtype).max, np.finfo(dtype).smallest_subnormal
+    return [1e19, np.sqrt(most), -np.sqrt(most), 0.9 * most, -0.9 * most, least, -9 * least, nan, inf]
+
+
 @pytest.mark.parametrize("dtype", [0, 1])
 @pytest.mark.parametrize("widths", [(2, 4, 8, 5), (2, 5, 4, 3), (3, 12, 4), (4, 8, 12, 5)], ids=str)
 def test_a_refused_prediction_leaves_a_full_head_as_useful_as_before(widths: tuple[int, ...], dtype: int) -> None:
@@ -544,6 +562,83 @@ def test_a_refused_prediction_leaves_a_full_head_as_useful_as_before(widths: tup
         assert [head.predict(h) for h in sane] == want
     assert head.state() == before
     assert head.rejected() > 0
+
+
+@pytest.mark.parametrize("fields", KINDS, ids=str)
+@pytest.mark.parametrize("widths", [(3, 2), (2, 4, 2), (2, 4, 8, 5), (4, 9, 3)], ids=str)
+def test_a_long_lived_head_answers_like_a_copy_made_from_its_bytes(
+    widths: tuple[int, ...], fields: dict[str, Any]
+) -> None:
+    head = CHead(*widths, max_rows=3, prior_var=[0.1] * 8, **fields)
+    rng, softmax, pending = np.random.default_rng(2), fields.get("output", 0), None
+    assert head.set_prior(rng.normal(size=(head.d_o, head.d)), np.zeros(head.d_o)) == C.KBT_OK
+    statuses = set()
+    for step in range(60):
+        verb = ("predict", "observe", "update")[rng.integers(3)]
+        rows = len(pending) if verb == "observe" and pending is not None else int(rng.integers(1, 4))
+        h = rng.normal(size=(rows, head.d))
+        y = np.eye(head.d_o)[rng.integers(0, head.d_o, rows)] if softmax else rng.normal(size=(rows, head.d_o))
+        if step % 3 == 0:
+            target = h if softmax or rng.random() < 0.7 else y
+            target.flat[rng.integers(target.size)] = rng.choice(extremes(head.dtype))
+        copy = head.copy()
+        if pending is not None:
+            assert copy.predict(pending)[0] == C.KBT_OK
+        answers = []
+        for each in (head, copy):
+            result, told = ffi.new("kbt_result *"), b""
+            if verb == "predict":
+                status, told = each.predict(h)
+            elif verb == "observe":
+                status = each.observe(y, result=result)
+            else:
+                status = each.update(h, y, result=result)
+            told += bytes(ffi.buffer(result))
+            answers.append((status, told, each.state(), C.kbt_predicted_rows(each.head)))
+        assert answers[0] == answers[1]
+        statuses.add(status)
+        if status == C.KBT_OK:
+            pending = h if verb == "predict" else None
+        assert C.kbt_predicted_rows(head.head) == (0 if pending is None else len(pending))
+    assert {C.KBT_OK, C.KBT_E_RANGE, C.KBT_E_NONFINITE} <= statuses
+
+
+REFUSED: dict[str, Callable[[CHead, float], int]] = {
+    "predict range": lambda x, huge: x.predict(np.full((2, x.d), huge))[0],
+    "predict finite": lambda x, huge: x.predict([nan] * x.d)[0],
+    "update range h": lambda x, huge: x.update(np.full((1, x.d), huge), np.eye(x.d_o)[:1]),
+    "update range y": lambda x, huge: x.update(np.ones((2, x.d)), np.full((2, x.d_o), huge)),
+    "update finite": lambda x, huge: x.update(np.ones((1, x.d)), [nan] * x.d_o),
+    "update noise": lambda x, huge: x.update(np.ones((1, x.d)), np.eye(x.d_o)[:1], [-1.0]),
+    "observe range": lambda x, huge: x.observe(np.full((2, x.d_o), huge)),
+    "observe finite": lambda x, huge: x.observe([inf] * 2 * x.d_o),
+    "observe noise": lambda x, huge: x.observe(np.eye(x.d_o)[[0, 1]], [-1.0]),
+    "observe matrix": lambda x, huge: x.observe(np.eye(x.d_o)[[0, 1]], np.ones((x.d_o, x.d_o)) - 0.5 * np.eye(x.d_o)),
+    "set_noise": lambda x, huge: int(C.kbt_set_noise(x.head, pointer(x.array([-1.0])), 1)),
+    "set_prior": lambda x, huge: x.set_prior([[nan] * x.d] * x.d_o, [0.0] * x.d_o),
+    "state_load": lambda x, huge: int(C.kbt_state_load(x.head, x.state()[:-1], len(x.state()) - 1)),
+}
+
+
+@pytest.mark.parametrize("fields", KINDS, ids=str)
+@pytest.mark.parametrize("widths", [(3, 2), (2, 4, 8, 3)], ids=str)
+def test_a_prediction_waits_to_be_observed_whatever_is_refused_meanwhile(
+    widths: tuple[int, ...], fields: dict[str, Any]
+) -> None:
+    head = CHead(*widths, max_rows=2, prior_var=[0.1] * 8, **fields)
+    rng = np.random.default_rng(3)
+    assert head.set_prior(rng.normal(size=(head.d_o, head.d)), np.zeros(head.d_o)) == C.KBT_OK
+    for name, call in REFUSED.items():
+        h, y = rng.normal(size=(2, head.d)), np.eye(head.d_o)[[0, 1]]
+        undisturbed, result, other = head.copy(), ffi.new("kbt_result *"), ffi.new("kbt_result *")
+        assert head.predict(h)[0] == undisturbed.predict(h)[0] == C.KBT_OK
+        before = head.state()
+        assert call(head, 0.9 * float(np.finfo(head.dtype).max)) not in (C.KBT_OK, C.KBT_GATED), name
+        assert head.state() == before
+        assert C.kbt_predicted_rows(head.head) == 2, name
+        assert head.observe(y, result=result) == undisturbed.observe(y, result=other) == C.KBT_OK, name
+        assert bytes(ffi.buffer(result)) == bytes(ffi.buffer(other)), name
+        assert head.state() == undisturbed.state(), name
 
 
 # ---- what the getters say ------------------------------------------------------------------------------------------

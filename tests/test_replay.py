@@ -276,10 +276,11 @@ def test_calls_with_null_and_impossible_rows_are_recorded_and_refused_again() ->
     ]
     C.kbt_predict(head, h, 1, mean, ffi.NULL, ffi.NULL)
     statuses.append(C.kbt_observe(head, ffi.NULL, ffi.NULL, 0, ffi.NULL))
-    assert C.kbt_predict(head, huge, 1, mean, ffi.NULL, ffi.NULL) == C.KBT_E_RANGE  # takes the prediction away
+    assert C.kbt_predict(head, huge, 1, mean, ffi.NULL, ffi.NULL) == C.KBT_E_RANGE  # the prediction waits all the same
+    statuses.append(C.kbt_observe(head, y, ffi.NULL, 0, ffi.NULL))
     statuses.append(C.kbt_observe(head, y, ffi.NULL, 0, ffi.NULL))
     statuses.append(C.kbt_update(head, h, 1, y, ffi.NULL, 0, ffi.NULL))
-    assert statuses == [2, 2, 6, 6, 9, 9, 9, 9, 10, 11, 0, 2, 11, 0]
+    assert statuses == [2, 2, 6, 6, 9, 9, 9, 9, 10, 11, 0, 2, 0, 11, 0]
 
     pieces: list[bytes] = []
     sink = ffi.callback("kbt_sink", lambda _, data, count: pieces.append(bytes(ffi.buffer(data, count))))
