@@ -418,7 +418,7 @@ class Head : public kbt_head {
     }
     for (Index i = 0; adapts && i < outputs(); ++i) noise_[i] = call_noise_[i];
     counters.floored += static_cast<std::uint64_t>(floored);
-    ++samples;
+    if (samples != kMostSamples) ++samples;
     return KBT_OK;
   }
 
@@ -475,6 +475,7 @@ class Head : public kbt_head {
   // Inputs below this count as zero. Beside the constant input 1 they say nothing, but their products would be
   // denormal, which makes an update up to forty times slower.
   static constexpr T kSilent = sizeof(T) == sizeof(float) ? T(1e-12) : T(1e-100);
+  static constexpr std::uint64_t kMostSamples = std::numeric_limits<std::uint64_t>::max();  // where the count stays
   // Sums of a few numbers below this stay in the range of T.
   static constexpr T kLargest = std::numeric_limits<T>::max() * T(1e-8);
 
@@ -524,8 +525,8 @@ class Head : public kbt_head {
 
   // R_i += (r_i - R_i) / min(n0 + samples, window), floored. False if that would leave the range of T.
   bool adapt_noise(const Adjoint<T> &top, T *to) const {
-    const std::uint64_t age = samples + kAdaptStart;
-    const T weight = T(1) / T(age < kAdaptWindow ? static_cast<int>(age) : kAdaptWindow);
+    constexpr int kGrowing = kAdaptWindow - kAdaptStart;  // a blob may hold any number of samples: no sum before this
+    const T weight = T(1) / T(samples < kGrowing ? static_cast<int>(samples) + kAdaptStart : kAdaptWindow);
     for (Index i = 0; i < outputs(); ++i) {
       const T R = noise_[i] + (measurement_.expected_noise(top, i, noise_[i]) - noise_[i]) * weight;
       if (!(R < kLargest)) return false;
