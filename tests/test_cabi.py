@@ -413,6 +413,37 @@ def test_an_indefinite_noise_matrix_is_refused_although_each_pair_is_possible() 
     assert head.state() == before
 
 
+@pytest.mark.parametrize("dtype", [0, 1])
+@pytest.mark.parametrize("scale", [2.0**-20, 1.0, 2.0**20])
+@pytest.mark.parametrize("n", [2, 3, 6])
+def test_a_noise_matrix_may_miss_being_semidefinite_by_rounding_alone(n: int, scale: float, dtype: int) -> None:
+    """By 16 n roundings of its largest variance: half of that is accepted, twice as much refused."""
+    head = CHead(2, n, dtype=dtype)
+    rounding = 16 * n * np.finfo(head.dtype).eps
+    for missing, wanted in ((0.5 * rounding, C.KBT_OK), (2.0 * rounding, C.KBT_E_NOISE)):
+        R = (1 + missing) * np.ones((n, n)) - missing * np.eye(n)  # eigenvalues 1 + (n - 1)(1 + missing), -missing
+        assert C.kbt_set_noise(head.head, pointer(head.array(scale * R)), n * n) == wanted
+        refused = head.update([1.0, 1.0], np.zeros(n), scale * R) == C.KBT_E_NOISE  # or for its range, when it is huge
+        assert refused == (wanted == C.KBT_E_NOISE)
+        if n == 2:
+            continue
+        R[0], R[:, 0], R[0, 0] = 0.0, 0.0, 64.0  # a large variance that has nothing to do with the others
+        assert C.kbt_set_noise(head.head, pointer(head.array(scale * R)), n * n) == C.KBT_OK
+        R[1:, 1:] = 1 + 64 * missing - 64 * missing * np.eye(n - 1)
+        assert C.kbt_set_noise(head.head, pointer(head.array(scale * R)), n * n) == wanted
+
+
+@pytest.mark.parametrize("dtype", [0, 1])
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_a_noise_of_one_direction_is_accepted_however_it_was_rounded(n: int, dtype: int) -> None:
+    head, rng = CHead(2, n, dtype=dtype), np.random.default_rng(n)
+    for size in 10.0 ** rng.uniform(-6, 6, 200):
+        v = head.array(size * rng.normal(size=n))
+        R = np.outer(v, v)  # rounded to the head's own type
+        assert R.dtype == head.dtype
+        assert C.kbt_set_noise(head.head, pointer(R), n * n) == C.KBT_OK
+
+
 @pytest.mark.parametrize("count", [-1, 0, 3, 5, 2**31 - 1, -(2**31)])
 def test_a_noise_count_that_fits_nothing_is_refused(head: CHead, count: int) -> None:
     R, before = np.ones(8, np.float32), head.state()
