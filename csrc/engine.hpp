@@ -85,7 +85,7 @@ inline kbt_status learn(kbt_head *head, const kbt_sample &sample, kbt_result *re
     kbt_status status = sample.predicted ? KBT_OK : self.forward(h, rows);
     if (status == KBT_OK) status = self.observe(y, noise, sample.noise_count, result);
     if (status == KBT_OK || status == KBT_GATED) return status;
-    if (!sample.predicted) head->predicted_rows = 0;  // what lies in the scratch was never predicted to anyone
+    if (!sample.predicted) self.take_back();
     return refuse(head, status);
   });
 }
@@ -99,9 +99,12 @@ inline kbt_status predict(kbt_head *head, const void *h, std::int32_t rows, void
     const T *input = static_cast<const T *>(h);
     if (!all_finite(input, rows * self.inputs())) return refuse(head, KBT_E_NONFINITE);
     const kbt_status status = self.forward(input, rows);
-    if (status != KBT_OK) return refuse(head, status);
-    self.read_prediction(static_cast<T *>(mean), static_cast<T *>(cov), static_cast<T *>(total_var));
-    return KBT_OK;
+    if (status == KBT_OK) {
+      self.read_prediction(static_cast<T *>(mean), static_cast<T *>(cov), static_cast<T *>(total_var));
+      return status;
+    }
+    self.take_back();
+    return refuse(head, status);
   });
 }
 

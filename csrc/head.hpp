@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <limits>
 #include <new>
+#include <utility>
 
 #include "kbt.h"
 #include "linear.hpp"
@@ -83,8 +84,8 @@ class Head : public kbt_head {
       Posterior<T> &w = layers_[i].w;
       w.shape(cfg.widths[i], cfg.widths[i + 1], cfg.covariance, static_cast<T>(cfg.prior_var[i]));
       w.mean = arena.take<T>(w.mean_count());
-      w.d = arena.take<T>(w.d_count());
       w.u = arena.take<T>(w.u_count());
+      w.d = arena.take<T>(w.d_count());  // right behind U: see Linear::full_project
     }
     noise_ = arena.take<T>(noise_capacity());
     learned_bytes_ = arena.used() - start;
@@ -98,6 +99,7 @@ class Head : public kbt_head {
       spread_[i] = arena.take<T>(rows * layer.w.stride);
       adjoint_[i] = arena.take<T>((1 + rank) * rows * layer.w.stride);
     }
+    other_z_ = arena.take<T>(rows * layers_[0].w.z_stride);
     call_noise_ = arena.take<T>(noise_capacity());
     target_ = arena.take<T>(rank);
 
@@ -117,8 +119,8 @@ class Head : public kbt_head {
       at_least(B, layer.B_count(rows, rank, fuse()));
       at_least(O, layer.O_count(rows, rank, fuse(), i == layers() - 1 && separate_last_layer()));
     }
-    cov_[0] = arena.take<T>(cov[0]);
-    cov_[1] = arena.take<T>(cov[1]);
+    cov_[0] = arena.take<T>(cov[0] + kLanes);  // zeros behind it: see Linear::full_weights
+    cov_[1] = arena.take<T>(cov[1] + kLanes);
     u_ = arena.take<T>(u);
     series_ = arena.take<T>(series);
     work_ = {arena.take<T>(vector), arena.take<T>(inner), arena.take<T>(step), arena.take<T>(H),
@@ -294,10 +296,13 @@ class Head : public kbt_head {
 
   // ---- predict -----------------------------------------------------------------------------------------------------
 
-  // Moments through every layer (METHOD section 2). Touches scratch only.
+  // Moments through every layer (METHOD section 2). Touches scratch only. Without h, at the input of the pass before
+  // the latest, which is kept for take_back.
   kbt_status forward(const T *h, Index rows) {
+    rows_before_ = predicted_rows;
     predicted_rows = 0;
-    for (Index a = 0; a < rows; ++a) {
+    std::swap(layers_[0].z, other_z_);
+    for (Index a = 0; h != nullptr && a < rows; ++a) {
       T *z = layers_[0].z + a * layers_[0].w.z_stride;
       for (Index p = 0; p < inputs(); ++p) {
         const T x = h[a * inputs() + p];
@@ -313,7 +318,7 @@ class Head : public kbt_head {
       const Cov<T> out{cov_[i % 2], dense_output(i), rows, layer.w.n, layer.w.stride};
       const Index count = Cov<T>::count(out.dense, rows, out.n, out.stride);
       layer.mean_forward(rows, u_);
-      fill(out.data, T(0), count);
+      fill(out.data, T(0), count + kLanes);
       if (!certain) layer.input_cov_forward(in, out, work_);
       const bool last = i == layers() - 1;
       if (last && noise_known()) {
@@ -341,6 +346,10 @@ class Head : public kbt_head {
     predicted_rows = static_cast<std::int32_t>(rows);
     return KBT_OK;
   }
+
+  // The call that made the latest forward pass is refused: the rows that were predicted before it wait to be observed
+  // again. No weight has changed since, so that their pass gives what it gave then, bit by bit.
+  void take_back() { forward(nullptr, rows_before_); }
 
   // Results of the latest forward pass. cov and total_var may be null. What is left of a variance where nearly equal
   // ones have cancelled, as those of two classes do that move together, is rounding and can be negative: it counts as
@@ -409,7 +418,7 @@ class Head : public kbt_head {
     }
     for (Index i = 0; adapts && i < outputs(); ++i) noise_[i] = call_noise_[i];
     counters.floored += static_cast<std::uint64_t>(floored);
-    ++samples;
+    if (samples != kMostSamples) ++samples;
     return KBT_OK;
   }
 
@@ -443,7 +452,7 @@ class Head : public kbt_head {
     return Cov<T>{data, cfg.covariance == KBT_FULL, rows, inputs(), inputs()};
   }
   void fill_input_cov(const Cov<T> &in) const {
-    fill(in.data, T(0), Cov<T>::count(in.dense, in.rows, in.n, in.stride));
+    fill(in.data, T(0), Cov<T>::count(in.dense, in.rows, in.n, in.stride) + kLanes);
     for (Index a = 0; a < in.rows; ++a) {
       for (Index p = 0; p < in.n; ++p) in.same(a, a, p) = static_cast<T>(cfg.input_var);
     }
@@ -466,6 +475,7 @@ class Head : public kbt_head {
   // Inputs below this count as zero. Beside the constant input 1 they say nothing, but their products would be
   // denormal, which makes an update up to forty times slower.
   static constexpr T kSilent = sizeof(T) == sizeof(float) ? T(1e-12) : T(1e-100);
+  static constexpr std::uint64_t kMostSamples = std::numeric_limits<std::uint64_t>::max();  // where the count stays
   // Sums of a few numbers below this stay in the range of T.
   static constexpr T kLargest = std::numeric_limits<T>::max() * T(1e-8);
 
@@ -515,8 +525,8 @@ class Head : public kbt_head {
 
   // R_i += (r_i - R_i) / min(n0 + samples, window), floored. False if that would leave the range of T.
   bool adapt_noise(const Adjoint<T> &top, T *to) const {
-    const std::uint64_t age = samples + kAdaptStart;
-    const T weight = T(1) / T(age < kAdaptWindow ? static_cast<int>(age) : kAdaptWindow);
+    constexpr int kGrowing = kAdaptWindow - kAdaptStart;  // a blob may hold any number of samples: no sum before this
+    const T weight = T(1) / T(samples < kGrowing ? static_cast<int>(samples) + kAdaptStart : kAdaptWindow);
     for (Index i = 0; i < outputs(); ++i) {
       const T R = noise_[i] + (measurement_.expected_noise(top, i, noise_[i]) - noise_[i]) * weight;
       if (!(R < kLargest)) return false;
@@ -540,11 +550,13 @@ class Head : public kbt_head {
   T *spread_[KBT_MAX_LAYERS];   // Var u before the ReLU, rows x stride
   T *adjoint_[KBT_MAX_LAYERS];  // (1 + rank) x rows x stride
   T *cov_[2];                   // covariance in and out of a layer, in turns
+  T *other_z_;                  // z of the first layer, of the forward pass before the latest
   T *u_;                        // means of a layer's pre-activations, rows x stride
   T *series_;
   T *rest_;                 // part of the output covariance that the last layer's weights do not cause, and scratch
   T *noise_, *call_noise_;  // R of the head, and of one call
   T *target_;
+  std::int32_t rows_before_;  // predicted_rows before the latest forward pass
   bool noise_matrix_;
   std::size_t learned_bytes_;
   typename Linear<T>::Work work_;

@@ -9,7 +9,9 @@
  *  - Every `void *` array holds elements of the configured dtype (float or double), C-contiguous, naturally aligned.
  *  - d = widths[0] inputs, d_o = widths[layers] outputs. "rows" is how many inputs one call carries, 1..max_rows.
  *  - Inputs h below 1e-12 (double: 1e-100) count as zero: their squares would be denormal, and slow.
- *  - A call that returns anything but KBT_OK leaves the learned state as it was. Only counters may move.
+ *  - A call that returns anything but KBT_OK leaves the learned state as it was. Only counters may move. A call that is
+ *    refused (KBT_E_...) changes no later answer either: a prediction that waits for kbt_observe goes on waiting. To
+ *    restore it, a refused call can take one forward pass longer than an accepted one.
  *  - No function allocates, throws, prints, keeps a global or loops without a bound fixed by the configuration.
  *  - One head belongs to one thread at a time. Different heads are independent.
  */
@@ -145,8 +147,8 @@ KBT_API kbt_status kbt_predict(kbt_head *head, const void *h, int32_t rows, void
  * (count as in kbt_set_noise; NULL, 0 to use the head's own). `result` may be NULL. */
 KBT_API kbt_status kbt_update(kbt_head *head, const void *h, int32_t rows, const void *y, const void *noise,
                               int32_t noise_count, kbt_result *result);
-/* The same for the rows of the latest kbt_predict, without a second forward pass. Each prediction can be observed once.
- */
+/* The same for the rows of the latest kbt_predict that was not refused, without a second forward pass. Each prediction
+ * can be observed once. */
 KBT_API kbt_status kbt_observe(kbt_head *head, const void *y, const void *noise, int32_t noise_count,
                                kbt_result *result);
 /* The same for class labels: one int32 per row. */

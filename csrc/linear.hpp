@@ -327,6 +327,10 @@ struct Linear {
   }
 
   // The same for `full`: sum_pq S_jk[p,q] C_ab[p,q] for all pairs of neurons. `full` is only ever given dense inputs.
+  //
+  // Rows of C_ab are read in whole lanes, and the zeros that pad U_r multiply what lies behind a row. 0 * x is 0 for a
+  // finite x only, so nothing that an earlier call has left may lie there: behind a row lies the next one, and behind
+  // the last row lie zeros that Head::forward or fill_input_cov has written with the matrix.
   void full_weights(const Cov<T> &in, const Cov<T> &out, const Work &work) const {
     const Index m = w.M1 - 1, rows = in.rows, apart = rows * m, size = padded(m);
     const Alone s = w.alone(0);
@@ -345,7 +349,7 @@ struct Linear {
           for (Index k = 0; k <= last; ++k) {
             const T *const part = column + k * size;
             Index p = 0;
-            for (; p + 4 <= m; p += 4) {  // the zeros make whole lanes of a row of C_ab and a little behind it
+            for (; p + 4 <= m; p += 4) {
               const T *const c = in.row(a, p) + b * m;
               four_dots(part, c, c + apart, c + 2 * apart, c + 3 * apart, size, X + k * size + p);
             }
@@ -406,8 +410,8 @@ struct Linear {
   }
 
   // f[j][q] = sum_p U[(j,p),q] z_p, four columns q at a time over the neurons that all four have in common. The zeros
-  // that pad z let a neuron's rows be read in whole lanes, a few numbers of the next neuron (or, behind the last
-  // column, of the next array in the arena) with them.
+  // that pad z let a neuron's rows be read in whole lanes, a few numbers of the next neuron or column with them, and
+  // behind the last column a few of D, which lies there. All of them are finite, as learned numbers always are.
   void full_project(const Alone &s, const T *z, T *f) const {
     const Index M = s.M, M1 = w.M1, length = w.length();
     for (Index j = 0; j < w.n; ++j) {  // what is read of each beside its own entries

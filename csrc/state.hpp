@@ -106,7 +106,7 @@ class Reader {
   bool short_ = false;
 };
 
-// Calls visit(field) for every number of a configuration, in the order of the format.
+// Calls visit(field) for every number of a configuration, in the order of the format. Not inlined, as there are many.
 template <class Config, class Visit>
 void visit_config(Config &cfg, Visit visit) {
   visit(cfg.dtype);
@@ -129,8 +129,8 @@ void visit_config(Config &cfg, Visit visit) {
 inline void write_config(Writer &out, const kbt_config &cfg) {
   struct {
     Writer &out;
-    void operator()(std::int32_t x) const { out.i32(x); }
-    void operator()(double x) const { out.real(x); }
+    __attribute__((noinline)) void operator()(std::int32_t x) const { out.i32(x); }
+    __attribute__((noinline)) void operator()(double x) const { out.real(x); }
   } visit{out};
   visit_config(cfg, visit);
 }
@@ -138,8 +138,8 @@ inline void write_config(Writer &out, const kbt_config &cfg) {
 inline void read_config(Reader &in, kbt_config &cfg) {
   struct {
     Reader &in;
-    void operator()(std::int32_t &x) const { x = in.i32(); }
-    void operator()(double &x) const { in.real(x); }
+    __attribute__((noinline)) void operator()(std::int32_t &x) const { x = in.i32(); }
+    __attribute__((noinline)) void operator()(double &x) const { in.real(x); }
   } visit{in};
   visit_config(cfg, visit);
 }

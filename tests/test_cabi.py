@@ -46,6 +46,7 @@ class CHead:
     """A head made through the C ABI alone, in an arena of exactly the size it asked for."""
 
     def __init__(self, *widths: int, **fields: Any) -> None:
+        self.made = widths, fields
         self.cfg = config(*widths, **fields)
         self.dtype = np.float64 if self.cfg.dtype == C.KBT_FLOAT64 else np.float32
         self.d, self.d_o = widths[0], widths[-1]
@@ -68,6 +69,26 @@ class CHead:
         return int(
             C.kbt_update(self.head, pointer(h), rows, pointer(y), pointer(R), 0 if R is None else R.size, result)
         )
+
+    def predict(self, h: Any) -> tuple[int, bytes]:
+        """Status, and all results: zeros where the call was refused."""
+        h = self.array(h)
+        rows = h.size // self.d
+        K = rows * self.d_o
+        mean, cov, total = (np.zeros(n, self.dtype) for n in (K, K * K, K))
+        status = C.kbt_predict(self.head, pointer(h), rows, pointer(mean), pointer(cov), pointer(total))
+        return int(status), mean.tobytes() + cov.tobytes() + total.tobytes()
+
+    def observe(self, y: Any, noise: Any = None, result: Any = NULL) -> int:
+        y, R = self.array(y), None if noise is None else self.array(noise)
+        return int(C.kbt_observe(self.head, pointer(y), pointer(R), 0 if R is None else R.size, result))
+
+    def copy(self) -> CHead:
+        """Another head, made from the bytes of this one."""
+        widths, fields = self.made
+        other, blob = CHead(*widths, **fields), self.state()
+        assert C.kbt_state_load(other.head, blob, len(blob)) == C.KBT_OK
+        return other
 
     def state(self) -> bytes:
         blob = np.zeros(C.kbt_state_size(self.head), np.uint8)
@@ -392,6 +413,37 @@ def test_an_indefinite_noise_matrix_is_refused_although_each_pair_is_possible() 
     assert head.state() == before
 
 
+@pytest.mark.parametrize("dtype", [0, 1])
+@pytest.mark.parametrize("scale", [2.0**-20, 1.0, 2.0**20])
+@pytest.mark.parametrize("n", [2, 3, 6])
+def test_a_noise_matrix_may_miss_being_semidefinite_by_rounding_alone(n: int, scale: float, dtype: int) -> None:
+    """By 16 n roundings of its largest variance: half of that is accepted, twice as much refused."""
+    head = CHead(2, n, dtype=dtype)
+    rounding = 16 * n * np.finfo(head.dtype).eps
+    for missing, wanted in ((0.5 * rounding, C.KBT_OK), (2.0 * rounding, C.KBT_E_NOISE)):
+        R = (1 + missing) * np.ones((n, n)) - missing * np.eye(n)  # eigenvalues 1 + (n - 1)(1 + missing), -missing
+        assert C.kbt_set_noise(head.head, pointer(head.array(scale * R)), n * n) == wanted
+        refused = head.update([1.0, 1.0], np.zeros(n), scale * R) == C.KBT_E_NOISE  # or for its range, when it is huge
+        assert refused == (wanted == C.KBT_E_NOISE)
+        if n == 2:
+            continue
+        R[0], R[:, 0], R[0, 0] = 0.0, 0.0, 64.0  # a large variance that has nothing to do with the others
+        assert C.kbt_set_noise(head.head, pointer(head.array(scale * R)), n * n) == C.KBT_OK
+        R[1:, 1:] = 1 + 64 * missing - 64 * missing * np.eye(n - 1)
+        assert C.kbt_set_noise(head.head, pointer(head.array(scale * R)), n * n) == wanted
+
+
+@pytest.mark.parametrize("dtype", [0, 1])
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_a_noise_of_one_direction_is_accepted_however_it_was_rounded(n: int, dtype: int) -> None:
+    head, rng = CHead(2, n, dtype=dtype), np.random.default_rng(n)
+    for size in 10.0 ** rng.uniform(-6, 6, 200):
+        v = head.array(size * rng.normal(size=n))
+        R = np.outer(v, v)  # rounded to the head's own type
+        assert R.dtype == head.dtype
+        assert C.kbt_set_noise(head.head, pointer(R), n * n) == C.KBT_OK
+
+
 @pytest.mark.parametrize("count", [-1, 0, 3, 5, 2**31 - 1, -(2**31)])
 def test_a_noise_count_that_fits_nothing_is_refused(head: CHead, count: int) -> None:
     R, before = np.ones(8, np.float32), head.state()
@@ -514,6 +566,110 @@ def test_the_gate_reports_and_counts() -> None:
     assert (counters.gated, counters.rejected, C.kbt_samples(head.head)) == (1, 0, 0)
     assert head.update([1.0, 1.0], [0.1], result=result) == C.KBT_OK
     assert C.kbt_samples(head.head) == 1
+
+
+# ---- a refused call changes nothing: neither bytes nor any later answer ---------------------------------------------
+
+
+def extremes(dtype: Any) -> list[float]:
+    """What overflows squared, what overflows at once, denormals, and what is not finite."""
+    most, least = np.finfo(dtype).max, np.finfo(dtype).smallest_subnormal
+    return [1e19, np.sqrt(most), -np.sqrt(most), 0.9 * most, -0.9 * most, least, -9 * least, nan, inf]
+
+
+@pytest.mark.parametrize("dtype", [0, 1])
+@pytest.mark.parametrize("widths", [(2, 4, 8, 5), (2, 5, 4, 3), (3, 12, 4), (4, 8, 12, 5)], ids=str)
+def test_a_refused_prediction_leaves_a_full_head_as_useful_as_before(widths: tuple[int, ...], dtype: int) -> None:
+    """Inputs of every size, as each layer can be the first one that overflows, and leaves infinities behind."""
+    prior_var, rng = [1e-6] * (len(widths) - 2) + [10.0], np.random.default_rng(1)
+    head = CHead(*widths, covariance=C.KBT_FULL, dtype=dtype, prior_var=prior_var)
+    assert head.set_prior(rng.normal(size=(head.d_o, head.d)), np.zeros(head.d_o)) == C.KBT_OK
+    sane = rng.normal(size=(20, head.d))
+    before, want = head.state(), [head.predict(h) for h in sane]
+    assert {status for status, _ in want} == {C.KBT_OK}
+    largest = np.log10(np.finfo(head.dtype).max)
+    for exponent in np.linspace(0.4 * largest, 0.99 * largest, 60):
+        head.predict(np.full(head.d, 10.0**exponent))
+        assert [head.predict(h) for h in sane] == want
+    assert head.state() == before
+    assert head.rejected() > 0
+
+
+@pytest.mark.parametrize("fields", KINDS, ids=str)
+@pytest.mark.parametrize("widths", [(3, 2), (2, 4, 2), (2, 4, 8, 5), (4, 9, 3)], ids=str)
+def test_a_long_lived_head_answers_like_a_copy_made_from_its_bytes(
+    widths: tuple[int, ...], fields: dict[str, Any]
+) -> None:
+    head = CHead(*widths, max_rows=3, prior_var=[0.1] * 8, **fields)
+    rng, softmax, pending = np.random.default_rng(2), fields.get("output", 0), None
+    assert head.set_prior(rng.normal(size=(head.d_o, head.d)), np.zeros(head.d_o)) == C.KBT_OK
+    statuses = set()
+    for step in range(60):
+        verb = ("predict", "observe", "update")[rng.integers(3)]
+        rows = len(pending) if verb == "observe" and pending is not None else int(rng.integers(1, 4))
+        h = rng.normal(size=(rows, head.d))
+        y = np.eye(head.d_o)[rng.integers(0, head.d_o, rows)] if softmax else rng.normal(size=(rows, head.d_o))
+        if step % 3 == 0:
+            target = h if softmax or rng.random() < 0.7 else y
+            target.flat[rng.integers(target.size)] = rng.choice(extremes(head.dtype))
+        copy = head.copy()
+        if pending is not None:
+            assert copy.predict(pending)[0] == C.KBT_OK
+        answers = []
+        for each in (head, copy):
+            result, told = ffi.new("kbt_result *"), b""
+            if verb == "predict":
+                status, told = each.predict(h)
+            elif verb == "observe":
+                status = each.observe(y, result=result)
+            else:
+                status = each.update(h, y, result=result)
+            told += bytes(ffi.buffer(result))
+            answers.append((status, told, each.state(), C.kbt_predicted_rows(each.head)))
+        assert answers[0] == answers[1]
+        statuses.add(status)
+        if status == C.KBT_OK:
+            pending = h if verb == "predict" else None
+        assert C.kbt_predicted_rows(head.head) == (0 if pending is None else len(pending))
+    assert {C.KBT_OK, C.KBT_E_RANGE, C.KBT_E_NONFINITE} <= statuses
+
+
+REFUSED: dict[str, Callable[[CHead, float], int]] = {
+    "predict range": lambda x, huge: x.predict(np.full((2, x.d), huge))[0],
+    "predict finite": lambda x, huge: x.predict([nan] * x.d)[0],
+    "update range h": lambda x, huge: x.update(np.full((1, x.d), huge), np.eye(x.d_o)[:1]),
+    "update range y": lambda x, huge: x.update(np.ones((2, x.d)), np.full((2, x.d_o), huge)),
+    "update finite": lambda x, huge: x.update(np.ones((1, x.d)), [nan] * x.d_o),
+    "update noise": lambda x, huge: x.update(np.ones((1, x.d)), np.eye(x.d_o)[:1], [-1.0]),
+    "observe range": lambda x, huge: x.observe(np.full((2, x.d_o), huge)),
+    "observe finite": lambda x, huge: x.observe([inf] * 2 * x.d_o),
+    "observe noise": lambda x, huge: x.observe(np.eye(x.d_o)[[0, 1]], [-1.0]),
+    "observe matrix": lambda x, huge: x.observe(np.eye(x.d_o)[[0, 1]], np.ones((x.d_o, x.d_o)) - 0.5 * np.eye(x.d_o)),
+    "set_noise": lambda x, huge: int(C.kbt_set_noise(x.head, pointer(x.array([-1.0])), 1)),
+    "set_prior": lambda x, huge: x.set_prior([[nan] * x.d] * x.d_o, [0.0] * x.d_o),
+    "state_load": lambda x, huge: int(C.kbt_state_load(x.head, x.state()[:-1], len(x.state()) - 1)),
+}
+
+
+@pytest.mark.parametrize("fields", KINDS, ids=str)
+@pytest.mark.parametrize("widths", [(3, 2), (2, 4, 8, 3)], ids=str)
+def test_a_prediction_waits_to_be_observed_whatever_is_refused_meanwhile(
+    widths: tuple[int, ...], fields: dict[str, Any]
+) -> None:
+    head = CHead(*widths, max_rows=2, prior_var=[0.1] * 8, **fields)
+    rng = np.random.default_rng(3)
+    assert head.set_prior(rng.normal(size=(head.d_o, head.d)), np.zeros(head.d_o)) == C.KBT_OK
+    for name, call in REFUSED.items():
+        h, y = rng.normal(size=(2, head.d)), np.eye(head.d_o)[[0, 1]]
+        undisturbed, result, other = head.copy(), ffi.new("kbt_result *"), ffi.new("kbt_result *")
+        assert head.predict(h)[0] == undisturbed.predict(h)[0] == C.KBT_OK
+        before = head.state()
+        assert call(head, 0.9 * float(np.finfo(head.dtype).max)) not in (C.KBT_OK, C.KBT_GATED), name
+        assert head.state() == before
+        assert C.kbt_predicted_rows(head.head) == 2, name
+        assert head.observe(y, result=result) == undisturbed.observe(y, result=other) == C.KBT_OK, name
+        assert bytes(ffi.buffer(result)) == bytes(ffi.buffer(other)), name
+        assert head.state() == undisturbed.state(), name
 
 
 # ---- what the getters say ------------------------------------------------------------------------------------------

@@ -138,3 +138,24 @@ def test_a_noise_matrix_and_noise_per_call_equal_reference(covariance: str, laye
     for layer, other in zip(head.layers, reference.layers, strict=True):
         np.testing.assert_allclose(layer.cov, other.cov, rtol=0, atol=1e-9 * np.abs(other.cov).max())
         np.testing.assert_allclose(layer.mean, other.mean, rtol=0, atol=1e-9 * np.abs(other.mean).max())
+
+
+@pytest.mark.parametrize("neurons", [3, 9], ids=["alone", "abreast"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 1, 2), (2, 0, 1)], ids=str)
+def test_a_unit_that_is_dead_in_one_row_and_alive_in_another_equals_reference(
+    neurons: int, order: tuple[int, ...]
+) -> None:
+    """Its row of the adjoint is exactly zero, one of the null directions of a joint update."""
+    rng = np.random.default_rng(4)
+    hidden, last = rng.normal(size=(neurons, 3)), rng.normal(size=(2, neurons + 1))
+    hidden[0] = [10.0, 0.0, 0.0]
+    settings = dict(prior_var=(0.02, 0.3), noise_var=0.2, covariance="neuron")
+    head = kbt.Head.from_means([hidden, last], dtype="float64", max_rows=len(order), **settings)
+    reference = ReferenceHead([hidden, last], **settings)
+    for _ in range(5):
+        rows = np.array([[-5.0, 0.3], [3.0, 1.0], [1.5, -2.0]])[list(order)] + 0.1 * rng.normal(size=(len(order), 2))
+        y = rng.normal(size=(len(order), 2))
+        assert difference(head.update(rows, y).nis, reference.update(rows, y).nis) < 1e-9
+        for layer, other in zip(head.layers, reference.layers, strict=True):
+            assert difference(layer.mean, other.mean) < 1e-9
+            assert difference(layer.cov, other.cov) < 1e-9

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cabi import compiler
 
 ROOT = Path(__file__).resolve().parents[1]
 FUZZ = ROOT / "tests" / "fuzz"
@@ -39,6 +40,20 @@ def test_two_thousand_mutated_bundles_are_refused_or_mean_the_same(tmp_path: Pat
     assert executions >= 2000
     assert last > first > 100  # the coverage of the Python files is seen, and grows
     assert json.loads((tmp_path / "totals.json").read_text())["bundle"]["executions"] == executions
+
+
+@pytest.mark.host_only("builds the core for two kinds of machine")
+def test_nine_thousand_calls_of_a_head_are_answered_as_by_a_copy_made_from_its_bytes(tmp_path: Path) -> None:
+    if compiler("g++", "clang++", "c++") is None:
+        pytest.skip("no C++ compiler")
+    call = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "copies", "--runs", "1500", "--seed", "1"]
+    call += ["--work", str(tmp_path), "--totals", str(tmp_path / "totals.json")]
+    answer = subprocess.run(call, capture_output=True, text=True, timeout=900, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert ", 0 findings" in answer.stdout
+    total = json.loads((tmp_path / "totals.json").read_text())["copies"]
+    assert total["executions"] == sum(total["tally"].values()) >= 9000
+    assert min(total["tally"][structure] for structure in ("full", "neuron", "diagonal")) >= 3000
 
 
 @pytest.mark.long("starts Python once more, seconds of emulation")

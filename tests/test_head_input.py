@@ -221,14 +221,11 @@ def test_observe_needs_a_prediction_of_its_own() -> None:
     refused(RangeError, "observe", lambda: head.observe(Y), head)
 
 
-def test_after_a_refused_update_observe_never_learns_at_the_refused_h() -> None:
+def test_after_a_refused_update_observe_learns_at_the_h_that_was_predicted() -> None:
     head, other = make(), make()
     head.predict(H)
     refused(NumericsError, "y", lambda: head.update(-7 * H, np.full(2, 3e38, np.float32)), head)
-    try:
-        head.observe(Y)
-    except RangeError:
-        return  # the prediction is gone, and it says so
+    head.observe(Y)
     other.update(H, Y)
     assert head.to_bytes() == other.to_bytes()
 

@@ -172,6 +172,23 @@ def test_the_band_of_a_sure_softmax_allows_for_rare_labels() -> None:
     assert alarms <= 0.01 * checks
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("rare", [0.05, 0.3])
+def test_the_band_of_a_softmax_is_that_of_its_mean_surprise_whatever_the_rows(rows: int, rare: float) -> None:
+    """The mean of independent surprises has known moments. The gamma distribution with them is Pearson's type III."""
+    stats = pytest.importorskip("scipy.stats")
+    head = kbt.Head([[np.log((1 - rare) / rare)], [0.0]], prior_var=1e-12, output="softmax", max_rows=rows)
+    for _ in range(40):
+        head.update(np.ones((rows, 1)), np.zeros(rows, np.int32))
+    p = np.array([1 - rare, rare])
+    away = -np.log(p) + p @ np.log(p)
+    variance, third = p @ away**2, p @ away**3
+    deviation, skew = np.sqrt(variance / (40 * rows)), third / variance**1.5 / np.sqrt(40 * rows)
+    low, high = stats.pearson3.ppf([0.0005, 0.9995], skew, 0.0, deviation)
+    assert head.health().low + 0.01 == pytest.approx(low, abs=0.03 * deviation)  # 0.01 nats of slack on either side
+    assert head.health().high - 0.01 == pytest.approx(high, abs=0.03 * deviation)
+
+
 # ---- the average itself ----------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from cabi import CSRC, ROOT, TESTS, build_core, library, run
 from command import call
 
 import kbt_edge as kbt
+from kbt_edge.errors import KbtError
 from kbt_edge.flight import KINDS, FlightLog
 
 LOGS = TESTS / "logs"
@@ -152,6 +153,25 @@ def test_whatever_comes_replays_to_the_same_bits(settings: dict[str, Any], sampl
     assert sum(replay.statuses.values()) == len(log)
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 1e20), ("float64", 1e155)])
+def test_a_log_of_a_head_that_has_refused_a_prediction_replays_to_the_same_bits(dtype: str, size: float) -> None:
+    """Predictions are not recorded: a refused one must not change what comes after it."""
+    rng = np.random.default_rng(5)
+    head = kbt.Head(
+        rng.normal(size=(5, 2)), hidden=(4, 8), covariance="full", prior_var=(1e-6, 1e-6, 10.0), dtype=dtype
+    )
+    head.record(50)
+    for step in range(40):
+        if step % 4 == 3:
+            with pytest.raises(KbtError):
+                head.predict([size, size])
+        with contextlib.suppress(KbtError):
+            head.update(rng.normal(size=2), rng.normal(size=5))
+    log = FlightLog(head.flight_log())
+    assert log.replay().reproduced
+    assert log.records["status"].tolist() == [0] * 40
+
+
 def test_the_records_say_what_came() -> None:
     head = kbt.Head(np.ones((2, D)), noise_var=0.1, max_rows=2, gate=100.0)
     head.record(10)
@@ -256,10 +276,11 @@ def test_calls_with_null_and_impossible_rows_are_recorded_and_refused_again() ->
     ]
     C.kbt_predict(head, h, 1, mean, ffi.NULL, ffi.NULL)
     statuses.append(C.kbt_observe(head, ffi.NULL, ffi.NULL, 0, ffi.NULL))
-    assert C.kbt_predict(head, huge, 1, mean, ffi.NULL, ffi.NULL) == C.KBT_E_RANGE  # takes the prediction away
+    assert C.kbt_predict(head, huge, 1, mean, ffi.NULL, ffi.NULL) == C.KBT_E_RANGE  # the prediction waits all the same
+    statuses.append(C.kbt_observe(head, y, ffi.NULL, 0, ffi.NULL))
     statuses.append(C.kbt_observe(head, y, ffi.NULL, 0, ffi.NULL))
     statuses.append(C.kbt_update(head, h, 1, y, ffi.NULL, 0, ffi.NULL))
-    assert statuses == [2, 2, 6, 6, 9, 9, 9, 9, 10, 11, 0, 2, 11, 0]
+    assert statuses == [2, 2, 6, 6, 9, 9, 9, 9, 10, 11, 0, 2, 0, 11, 0]
 
     pieces: list[bytes] = []
     sink = ffi.callback("kbt_sink", lambda _, data, count: pieces.append(bytes(ffi.buffer(data, count))))

@@ -20,6 +20,7 @@ from cabi import CONFIG, HEADER, library, parse_state
 
 import kbt_edge as kbt
 from kbt_edge import BundleError
+from kbt_edge.flight import FlightLog
 
 KINDS = [("gaussian", "fuse", "constant"), ("gaussian", "fuse", "adaptive"), ("gaussian", "replace", "constant"),
          ("softmax", "fuse", "constant"), ("softmax", "fuse", "multinomial")]  # fmt: skip
@@ -202,10 +203,36 @@ VARIANCE = MEAN + 6 * 4
 CORRELATION = VARIANCE + 6 * 4
 
 
+def with_samples(blob: bytes, samples: int) -> bytes:
+    body = bytearray(blob[HEADER.size :])
+    struct.pack_into("<Q", body, SAMPLES, samples)
+    return sealed(bytes(body))
+
+
 def with_real(at: int, value: float) -> bytes:
     body = bytearray(make(SMALL).to_bytes()[HEADER.size :])
     struct.pack_into("<f", body, at, value)
     return sealed(bytes(body))
+
+
+MANY = 10**6
+
+
+@pytest.mark.parametrize("samples", [2**64 - 1, 2**64 - 2, 2**64 - 10, 2**64 - 11, 2**63])
+@pytest.mark.parametrize("settings", [*GRID[::5], {**SMALL, "noise": "adaptive"}], ids=name)
+def test_a_blob_of_any_number_of_samples_learns_as_one_of_a_million_does(
+    settings: dict[str, Any], samples: int
+) -> None:
+    blob = make(settings).to_bytes()
+    head, other = (kbt.Head.from_bytes(with_samples(blob, count)) for count in (samples, MANY))
+    head.record(64)
+    for each in (head, other):
+        learn(each, 20, seed=1)
+    assert with_samples(head.to_bytes(), 0) == with_samples(other.to_bytes(), 0) != with_samples(blob, 0)
+    assert other.samples == MANY + 20
+    assert head.samples == min(samples + 20, 2**64 - 1)
+    assert kbt.Head.from_bytes(head.to_bytes()).to_bytes() == head.to_bytes()
+    assert FlightLog(head.flight_log()).replay().reproduced
 
 
 def test_sealing_an_unchanged_body_gives_the_blob_itself() -> None:

@@ -5,7 +5,9 @@
 
 Targets are the files of tests/fuzz: Python ones run under atheris (``pip install -e '.[fuzz]'``), C++ ones are built
 with clang's libFuzzer and the address and undefined-behaviour sanitizers. ``stateful`` is tests/test_stateful.py with
-random examples instead of the fixed ones of the test run. Prints executions, the growth of coverage and findings.
+random examples instead of the fixed ones of the test run. ``copies`` is abi.cpp as a plain program, with the installed
+library and with a build without vectors: random calls of a head and of a copy made from its bytes, --runs of them for
+each structure and build, must have equal answers. Prints executions, the growth of coverage and findings.
 Corpora and findings are kept in --work; what was spent and found goes to --totals, which is committed, as machines come
 and go. Exits with 1 when anything was found.
 """
@@ -13,6 +15,7 @@ and go. Exits with 1 when anything was found.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -45,7 +48,7 @@ def python_target(source: Path) -> Target:
 
 def cpp_target(source: Path) -> Target:
     def build(work: Path) -> list[str]:
-        from cabi import CSRC, build_sanitized, compiler, run
+        from cabi import CSRC, build_sanitized, compiler, eigen, run
 
         clang = compiler("clang++")
         if clang is None:
@@ -57,7 +60,7 @@ def cpp_target(source: Path) -> Target:
             core.mkdir(exist_ok=True)
             objects = build_sanitized(core, "-fsanitize=fuzzer-no-link,address,undefined", "-fno-sanitize-recover=all")
         options = ("-std=c++17", "-Wall", "-Wextra", "-O1", "-g", "-fsanitize=fuzzer,address,undefined")
-        run(clang, *options, f"-I{CSRC}", source, *objects, "-o", binary)
+        run(clang, *options, "-isystem", eigen(), f"-I{CSRC}", source, *objects, "-o", binary)
         return [str(binary)]
 
     return Target(source.stem, build)
@@ -79,7 +82,7 @@ class Outcome:
     tally: Counter[str] = field(default_factory=Counter)  # what a target has counted itself, such as calls refused
 
 
-def fuzz(target: Target, seconds: int, runs: int, jobs: int, work: Path) -> Outcome:
+def fuzz(target: Target, seconds: int, runs: int, jobs: int, seed: int, work: Path) -> Outcome:
     folder = work / target.name
     corpus, seeds = folder / "corpus", FUZZ / "corpus" / target.name
     for path in (corpus, folder / "findings"):
@@ -91,7 +94,7 @@ def fuzz(target: Target, seconds: int, runs: int, jobs: int, work: Path) -> Outc
     processes = []
     for job in range(jobs):
         log = (folder / f"log{job}").open("w+")
-        processes.append((subprocess.Popen([*call, f"-seed={int(time.time()) + job}"], stdout=log, stderr=log), log))
+        processes.append((subprocess.Popen([*call, f"-seed={seed + job}"], stdout=log, stderr=log), log))
     outcome = Outcome()
     for process, log in processes:
         _, status, usage = os.wait4(process.pid, 0)
@@ -114,6 +117,52 @@ def fuzz(target: Target, seconds: int, runs: int, jobs: int, work: Path) -> Outc
                 raise SystemExit(f"{target.name}: expected the fuzzer to start, but it did not")
             outcome.findings += 1
     return outcome
+
+
+STRUCTURES = ("full", "neuron", "diagonal")
+
+
+def build_plain(folder: Path) -> list[Path]:
+    """abi.cpp as programs without sanitizers: with the installed library, and with a core as a Cortex-M has it."""
+    from cabi import CSRC, build_core, compiler, eigen, installed, run
+
+    cxx = compiler("g++", "clang++", "c++")
+    if cxx is None:
+        raise SystemExit("copies: expected a C++ compiler, found none")
+    folder.mkdir(parents=True, exist_ok=True)
+    scalar = ("-O1", "-DEIGEN_DONT_VECTORIZE")
+    library = installed("lib/libkbt.so")
+    core = [build_core(cxx, scalar, folder / f"{name}.o", f"{name}.cpp") for name in ("kbt", "kbt_mailbox")]
+    programs = {"installed": (library, f"-Wl,-rpath,{library.parent}"), "scalar": (*scalar, *core)}
+    for name, parts in programs.items():
+        options = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-DKBT_PLAIN", "-isystem", eigen(), f"-I{CSRC}")
+        run(cxx, *options, FUZZ / "abi.cpp", *parts, "-o", folder / name)
+    return [folder / name for name in programs]
+
+
+def copies(seconds: int, runs: int, seed: int, work: Path) -> Outcome:
+    """Heads against copies made from their bytes: ``runs`` calls each, or again and again until the time is over."""
+    programs = build_plain(work / "copies")
+    outcome, end = Outcome(), time.monotonic() + seconds
+    while True:
+        for structure, program in itertools.product(range(len(STRUCTURES)), programs):
+            process = subprocess.Popen([program, str(structure), str(runs or 20_000), str(seed)],
+                                       stderr=subprocess.PIPE, text=True)  # fmt: skip
+            assert process.stderr is not None
+            told = process.stderr.read()
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            outcome.cpu_seconds += usage.ru_utime + usage.ru_stime
+            if process.returncode != 0:
+                print(f"copies: {' '.join(map(str, process.args))}: {told}", file=sys.stderr)  # type: ignore[arg-type]
+                outcome.findings += 1
+                continue
+            compared = int(re.findall(r"(\d+) compared", told)[-1])
+            outcome.executions += compared
+            outcome.tally[STRUCTURES[structure]] += compared
+        seed += 1
+        if runs > 0 or outcome.findings or time.monotonic() >= end:
+            return outcome
 
 
 def stateful(seconds: int) -> Outcome:
@@ -163,17 +212,19 @@ def report(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fuzz the core and the readers of files.")
-    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"some of {', '.join(TARGETS)}, stateful")
+    names = [*TARGETS, "copies", "stateful"]
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"some of {', '.join(names)}")
     parser.add_argument("--seconds", type=int, default=60, help="for each target; 0: until --runs")
     parser.add_argument("--runs", type=int, default=0, help="executions of each target; 0: until --seconds")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of random numbers; default: the time")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "fuzz", help="where corpora and findings go")
     parser.add_argument("--totals", type=Path, default=FUZZ / "totals.json", help="what was spent and found so far")
     parser.add_argument("--report", action="store_true", help="print what was spent and found so far; fuzz nothing")
     options = parser.parse_args()
-    unknown = sorted(set(options.targets) - {*TARGETS, "stateful"})
+    unknown = sorted(set(options.targets) - set(names))
     if unknown:
-        parser.error(f"TARGET: expected some of {', '.join(TARGETS)}, stateful; got {', '.join(unknown)}")
+        parser.error(f"TARGET: expected some of {', '.join(names)}; got {', '.join(unknown)}")
     if options.seconds <= 0 and options.runs <= 0:
         parser.error("--seconds, --runs: expected one of them above 0")
     work, totals = options.work.resolve(), options.totals.resolve()
@@ -181,11 +232,13 @@ def main() -> None:
         return report(totals)
     work.mkdir(parents=True, exist_ok=True)
     found = 0
-    for name in options.targets or [*TARGETS, "stateful"]:
+    for name in options.targets or names:
         if name == "stateful":
             outcome = stateful(options.seconds)
+        elif name == "copies":
+            outcome = copies(options.seconds, options.runs, options.seed, work)
         else:
-            outcome = fuzz(TARGETS[name], options.seconds, options.runs, options.jobs, work)
+            outcome = fuzz(TARGETS[name], options.seconds, options.runs, options.jobs, options.seed, work)
         total = remember(name, outcome, totals)
         print(
             f"{name}: {outcome.executions} executions, coverage {outcome.first_coverage} -> {outcome.last_coverage}, "

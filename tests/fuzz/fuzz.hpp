@@ -2,6 +2,7 @@
 // hold whatever they are.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -50,12 +51,18 @@ class Bytes {
   int below(int limit) { return byte() % limit; }
   bool rarely() { return byte() > 250; }  // bytes that are missing say no
 
+  // Within +-8.
+  template <class T>
+  T sane() {
+    return static_cast<T>(raw<std::int16_t>()) / T(4096);
+  }
+
   // Mostly a reasonable number; otherwise one of those that break filters, or any bits at all.
   template <class T>
   T number() {
     using Limits = std::numeric_limits<T>;
     const int kind = byte();
-    if (kind < 200) return static_cast<T>(raw<std::int16_t>()) / T(4096);
+    if (kind < 200) return sane<T>();
     if (kind < 210) return static_cast<T>(raw<std::int16_t>()) * Limits::denorm_min();
     if (kind < 220) return static_cast<T>(raw<std::int16_t>()) * T(1e10);
     if (kind < 230) {
@@ -72,9 +79,11 @@ class Bytes {
                          Limits::min(),
                          T(3e38),
                          T(-3e38),
+                         T(1e19),
+                         std::sqrt(Limits::max()),  // its square is in range, and nothing more
                          T(0),
                          -T(0)};
-    return special[below(10)];
+    return special[below(12)];
   }
 
   // Positive and of some size between 1e-12 and 1e6, or whatever number() has.
