@@ -429,19 +429,23 @@ class Pipeline {
 
   // x, h: the trunk's own float32 buffers, whose memory the caller keeps alive and in place.
   Pipeline(Core &core, std::uintptr_t trunk, py::array_t<float> x, py::array_t<float> h, Doubles mean, Doubles scale,
-           Doubles offset, Doubles output_scale)
+           const Doubles &offset, const Doubles &output_scale)
       : core_(core),
         trunk_(reinterpret_cast<TrunkFunction>(trunk)),
         x_(std::move(x)),
         h_(std::move(h)),
         mean_(std::move(mean)),
         scale_(std::move(scale)),
-        offset_(std::move(offset)),
-        output_scale_(std::move(output_scale)),
         rows_(h_.shape(0)),
         count_(rows_ * core.outputs()),
-        u_(static_cast<std::size_t>(count_)) {
-    for (const double s : output_scale_) log_scale_ += static_cast<double>(rows_) * std::log(s);
+        u_(static_cast<std::size_t>(count_)),
+        var_(u_.size()),
+        cov_(u_.size() * u_.size()) {
+    for (const double s : output_scale) log_scale_ += static_cast<double>(rows_) * std::log(s);
+    for (std::size_t i = 0; i < u_.size(); ++i) {
+      offset_.push_back(offset[i % offset.size()]);
+      output_scale_.push_back(output_scale[i % output_scale.size()]);
+    }
   }
 
   // None: x is not a plain array, or the trunk refused it; the caller goes the long way, which explains.
@@ -465,27 +469,29 @@ class Pipeline {
   py::object predict_rows() {
     core_.head();
     const py::ssize_t rows = rows_ == 1 ? -1 : rows_;
-    py::array mean = new_array(double_, rows, core_.outputs()), cov = new_array(float_, count_, count_);
-    py::array total_var = new_array(float_, rows, core_.outputs());
-    auto *m = static_cast<double *>(mean.mutable_data());
-    auto *c = static_cast<float *>(cov.mutable_data()), *t = static_cast<float *>(total_var.mutable_data());
+    py::array mean = new_array(double_, rows, core_.outputs()), cov = new_array(double_, count_, count_);
+    py::array total_var = new_array(double_, rows, core_.outputs());
+    auto *m = static_cast<double *>(mean.mutable_data()), *c = static_cast<double *>(cov.mutable_data());
+    auto *t = static_cast<double *>(total_var.mutable_data());
     const kbt_status status = core_.work([&] { return predict_into(m, c, t); });
     if (status != KBT_OK) return py::int_(static_cast<int>(status));
     return record(results().prediction, std::move(mean), std::move(cov), std::move(total_var));
   }
 
-  // The same without Python: m, t of `count` numbers, c of count * count.
-  kbt_status predict_into(double *m, float *c, float *t) {
-    const kbt_status status = kbt_predict(core_.unguarded(), h_.data(), static_cast<int32_t>(rows_), u_.data(), c, t);
+  // The same without Python: m, t of `count` numbers, c of count * count. In double, as the square of a scale need not
+  // fit into a float.
+  kbt_status predict_into(double *m, double *c, double *t) {
+    const kbt_status status =
+        kbt_predict(core_.unguarded(), h_.data(), static_cast<int32_t>(rows_), u_.data(), cov_.data(), var_.data());
     if (status != KBT_OK) return status;
     core_.set_one_row(rows_ == 1);
-    for (py::ssize_t i = 0; i < count_; ++i) {
-      const double s = scale_of(i);
-      m[i] = offset_[static_cast<std::size_t>(i % core_.outputs())] +
-             s * static_cast<double>(u_[static_cast<std::size_t>(i)]);
-      t[i] = static_cast<float>(s * s * static_cast<double>(t[i]));
-      for (py::ssize_t k = 0; k < count_; ++k) {
-        c[i * count_ + k] = static_cast<float>(s * scale_of(k) * static_cast<double>(c[i * count_ + k]));
+    const std::size_t n = u_.size();
+    for (std::size_t i = 0; i < n; ++i) {
+      const double s = output_scale_[i];
+      m[i] = offset_[i] + s * static_cast<double>(u_[i]);
+      t[i] = s * s * static_cast<double>(var_[i]);
+      for (std::size_t k = 0; k < n; ++k) {
+        c[i * n + k] = s * output_scale_[k] * static_cast<double>(cov_[i * n + k]);
       }
     }
     return KBT_OK;
@@ -518,10 +524,10 @@ class Pipeline {
 
   // The same without Python. A target that float32 cannot hold is refused before the core sees it.
   kbt_status observe_target(const double *target, kbt_result *result) {
-    for (py::ssize_t i = 0; i < count_; ++i) {
-      const double u = (target[i] - offset_[static_cast<std::size_t>(i % core_.outputs())]) / scale_of(i);
+    for (std::size_t i = 0; i < u_.size(); ++i) {
+      const double u = (target[i] - offset_[i]) / output_scale_[i];
       if (!(std::fabs(u) <= static_cast<double>(std::numeric_limits<float>::max()))) return KBT_E_RANGE;
-      u_[static_cast<std::size_t>(i)] = static_cast<float>(u);
+      u_[i] = static_cast<float>(u);
     }
     return kbt_observe(core_.unguarded(), u_.data(), nullptr, 0, result);
   }
@@ -541,8 +547,6 @@ class Pipeline {
     const void *const inputs[] = {x_.data()};
     return trunk_(inputs, h_.mutable_data());
   }
-
-  double scale_of(py::ssize_t i) const { return output_scale_[static_cast<std::size_t>(i % core_.outputs())]; }
 
   // As the trunk's input, leading axes of length 1 left out or not.
   bool same_shape(const py::array &array) const {
@@ -566,9 +570,10 @@ class Pipeline {
   Core &core_;
   TrunkFunction trunk_;
   py::array_t<float> x_, h_;
-  Doubles mean_, scale_, offset_, output_scale_;
+  Doubles mean_, scale_;
   py::ssize_t rows_, count_;
-  std::vector<float> u_;
+  Doubles offset_, output_scale_;  // one for each of the `count` outputs
+  std::vector<float> u_, var_, cov_;
   double log_scale_ = 0.0;
   py::dtype double_ = py::dtype::of<double>(), float_ = py::dtype::of<float>();
 };
@@ -641,8 +646,7 @@ class Loop {
   }
   static int pipeline_predict(void *self, const void *) {
     auto *loop = static_cast<Loop *>(self);
-    return loop->pipeline_->predict_into(loop->mean_.data(), reinterpret_cast<float *>(loop->cov_.data()),
-                                         reinterpret_cast<float *>(loop->total_var_.data()));
+    return loop->pipeline_->predict_into(loop->mean_.data(), loop->cov_.data(), loop->total_var_.data());
   }
   static int pipeline_observe(void *self, const void *y) {
     kbt_result result{0.0, 0.0};

@@ -43,7 +43,7 @@ from kbt_edge.model import Model
 
 __all__ = ["Codegen", "generate"]
 
-FORMAT: Final = 1
+FORMAT: Final = 2  # 1: cov and total_var of a float32 head were float
 MANIFEST: Final = "codegen.json"
 CORE: Final = ("kbt/kbt.cpp", "kbt/kbt_store.c")
 EXTRA: Final = ("kbt/kbt_flight.cpp",)  # packed as well, and linked by who calls it
@@ -85,7 +85,7 @@ def generate(
     name = checked_name(source.absolute().name if name is None else name)
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        read_manifest(target)  # refuses what is not ours to replace
+        read_manifest(target, oldest=1)  # refuses what is not ours to replace
     model = Model.load(bundle)
     policy = _Policy(name, model)
     files = policy.files()
@@ -142,7 +142,7 @@ def _write(folder: Path, files: Mapping[str, bytes], manifest: dict[str, Any]) -
     manifest["files"] = {path: hashlib.sha256(content).hexdigest() for path, content in sorted(files.items())}
     try:
         if (folder / MANIFEST).exists():
-            for path in read_manifest(folder)["files"].keys() - files.keys():
+            for path in read_manifest(folder, oldest=1)["files"].keys() - files.keys():
                 if re.fullmatch(r"(kbt/)?[A-Za-z]\w*\.\w+", path):
                     (folder / path).unlink(missing_ok=True)
         (folder / "kbt").mkdir(parents=True, exist_ok=True)
@@ -153,13 +153,18 @@ def _write(folder: Path, files: Mapping[str, bytes], manifest: dict[str, Any]) -
         raise BundleError(f"{folder}: cannot be written: {error.strerror or error}") from error
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path, oldest: int = FORMAT) -> dict[str, Any]:
     try:
         found = json.loads((folder / MANIFEST).read_bytes())
     except (OSError, ValueError):
         found = None
-    if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("files"), dict):
+    if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
         raise BundleError(f"{folder}: expected a folder written by kbt-edge codegen, found no {MANIFEST} of its kind")
+    if found.get("format") not in range(oldest, FORMAT + 1):
+        raise BundleError(
+            f"{folder}: written by another version of kbt-edge codegen (format {found.get('format')!r}, here "
+            f"{FORMAT}); generate it again"
+        )
     return found
 
 
@@ -256,8 +261,8 @@ class _Policy:
             parameters.append(f"const double {x}[{size}]")
             comments.append(f"{x}: {shape} in physical units")
             constants += [
-                _array("double", f"{x}_mean", np.broadcast_to(entry.mean, (features,))),
-                _array("double", f"{x}_scale", np.broadcast_to(entry.scale, (features,))),
+                _array(f"{x}_mean", np.broadcast_to(entry.mean, (features,))),
+                _array(f"{x}_scale", np.broadcast_to(entry.scale, (features,))),
             ]
             i = "i" if size == features else f"i % {features}"
             code += [
@@ -290,18 +295,12 @@ class _Policy:
             pieces |= {"physical_result": "", "labels_declared": _LABELS_DECLARED, "labels": _LABELS}
             return {key: _replaced(text, sizes) for key, text in pieces.items()}
         scale = np.broadcast_to(self.model.output_scale, (self.outputs,))
-        each = np.broadcast_to(scale, (self.rows, self.outputs)).ravel()
-        # Products of scales as Model has them: in double, except on its long way for a float32 head.
-        kind = "double" if self.double or self.model._pipeline is not None else "float"
-        dtype = np.float64 if kind == "double" else np.float32
         log_scale = 0.0
         for value in scale.tolist():
             log_scale += self.rows * math.log(value)
         constants = [
-            _array("double", "y_offset", np.broadcast_to(self.model.output_offset, (self.outputs,))),
-            _array("double", "y_scale", scale),
-            _array(kind, "cov_scale", np.outer(each, each).astype(dtype).ravel()),
-            _array(kind, "var_scale", (each * each).astype(dtype)),
+            _array("y_offset", np.broadcast_to(self.model.output_offset, (self.outputs,))),
+            _array("y_scale", scale),
             f"static const double log_scale = {log_scale.hex()};",
         ]
         pieces = {"to_physical": _TO_PHYSICAL, "to_head": _TO_HEAD, "labels_declared": "", "labels": ""}
@@ -343,11 +342,14 @@ class _Policy:
 
 
 _TO_PHYSICAL: Final = """\
-  for (int i = 0; i < @count@; ++i) {
-    mean[i] = y_offset[i % @outputs@] + y_scale[i % @outputs@] * (double)u[i];
-    if (total_var != NULL) total_var[i] = (@real@)(var_scale[i] * total_var[i]);
+  for (size_t i = @count@; i-- > 0;) {
+    const double scale = y_scale[i % @outputs@];
+    mean[i] = y_offset[i % @outputs@] + scale * (double)u[i];
+    if (total_var != NULL) total_var[i] = scale * scale * head_value(total_var, i);
   }
-  for (int i = 0; cov != NULL && i < @count_squared@; ++i) cov[i] = (@real@)(cov_scale[i] * cov[i]);"""
+  for (size_t i = @count_squared@; cov != NULL && i-- > 0;) {
+    cov[i] = y_scale[i / @count@ % @outputs@] * y_scale[i % @count@ % @outputs@] * head_value(cov, i);
+  }"""
 _TO_HEAD: Final = """\
   @real@ target[@count@];
   for (int i = 0; i < @count@; ++i) {
@@ -355,7 +357,12 @@ _TO_HEAD: Final = """\
     if (!isfinite(u)) return KBT_E_NONFINITE;@limit@
     target[i] = (@real@)u;
   }"""
-_PROBABILITIES: Final = "  for (int i = 0; i < @count@; ++i) mean[i] = (double)u[i];"
+_PROBABILITIES: Final = """\
+  for (size_t i = @count@; i-- > 0;) {
+    mean[i] = (double)u[i];
+    if (total_var != NULL) total_var[i] = head_value(total_var, i);
+  }
+  for (size_t i = @count_squared@; cov != NULL && i-- > 0;) cov[i] = head_value(cov, i);"""
 _PROBABILITY_TARGET: Final = """\
   @real@ target[@count@];
   for (int i = 0; i < @count@; ++i) target[i] = (@real@)y[i];"""
@@ -384,11 +391,11 @@ def _rounded(count: int, unit: int) -> int:
     return (count + unit - 1) // unit * unit
 
 
-def _array(kind: str, name: str, values: npt.NDArray[Any]) -> str:
+def _array(name: str, values: npt.NDArray[Any]) -> str:
     """A constant with every bit, as hexadecimal floating-point numbers."""
-    numbers = [float(value).hex() + ("F" if kind == "float" else "") for value in values]
+    numbers = [float(value).hex() for value in values]
     rows = (", ".join(numbers[i : i + 4]) for i in range(0, len(numbers), 4))
-    return f"static const {kind} {name}[{len(numbers)}] = {{\n    " + ",\n    ".join(rows) + "};"
+    return f"static const double {name}[{len(numbers)}] = {{\n    " + ",\n    ".join(rows) + "};"
 
 
 # ---- what it takes on a Cortex-M4F -----------------------------------------------------------------------------------

@@ -90,21 +90,19 @@ class Generated:
                 raise BackendError(f"{folder}: the compiled policy cannot be loaded: {error}") from error
         self._rows, self._outputs = int(about["rows"]), int(about["outputs"])
         self._shape = (self._outputs,) if self._rows == 1 else (self._rows, self._outputs)
-        self._real = np.dtype(about["dtype"])
         self._must(self._function("init")())
         self._head = self._function("head")()
         self.flash = Flash(int(about["slot_bytes"]))
         self._store = self._make_store()
 
     def predict(self, *x: npt.ArrayLike) -> Prediction:
-        """As ``Model.predict``, one array per input. The mean is always float64."""
+        """As ``Model.predict``, one array per input."""
         specs = self._about["inputs"]
         if len(x) != len(specs):
             raise ShapeError(f"x: expected {len(specs)} inputs, got {len(x)}")
         arrays = [self._input(spec, value) for spec, value in zip(specs, x, strict=True)]
         count = self._rows * self._outputs
-        mean, total_var = np.empty(self._shape), np.empty(self._shape, self._real)
-        cov = np.empty((count, count), self._real)
+        mean, cov, total_var = np.empty(self._shape), np.empty((count, count)), np.empty(self._shape)
         self._must(self._function("predict")(*map(self._pointer, (*arrays, mean, cov, total_var))))
         return Prediction(mean, cov, total_var)
 
@@ -174,7 +172,7 @@ class Generated:
         return array
 
     def _pointer(self, array: Array) -> Any:
-        kinds = {"f8": "double *", "f4": "float *", "i8": "int64_t *", "i4": "int32_t *"}
+        kinds = {"f8": "double *", "i8": "int64_t *", "i4": "int32_t *"}
         return self._ffi.cast(kinds[array.dtype.str[1:]], array.ctypes.data)
 
     def _must(self, status: int) -> None:
@@ -215,7 +213,6 @@ _STORE_WORDS: Final = {
 def _declarations(about: Mapping[str, Any]) -> str:
     """What of NAME.h and the core ``Generated`` calls."""
     name = about["name"]
-    real = "double" if about["dtype"] == "float64" else "float"
     inputs = ", ".join("const int64_t *" if spec["dtype"] == "int64" else "const double *" for spec in about["inputs"])
     labels = f"int {name}_observe_labels(const int32_t *, kbt_result *);" if about["output"] == "softmax" else ""
     return f"""
@@ -226,7 +223,7 @@ def _declarations(about: Mapping[str, Any]) -> str:
             int (*write)(void *, int, uint32_t, const void *, uint32_t); void *context;
         }} kbt_store;
         int {name}_init(void);
-        int {name}_predict({inputs}, double *, {real} *, {real} *);
+        int {name}_predict({inputs}, double *, double *, double *);
         int {name}_observe(const double *, kbt_result *);
         {labels}
         int {name}_save(const kbt_store *);

@@ -340,8 +340,7 @@ class _Output:
         self.gaussian = head.config["output"] == "gaussian"
         self.offset: Array = _numbers("output_offset", offset, d_o, -bundles.MAX_MAGNITUDE)
         self.scale: Array = _numbers("output_scale", scale, d_o, 1 / bundles.MAX_MAGNITUDE)
-        self._shifted = bool(self.offset.any())
-        self._plain = not self._shifted and bool((self.scale == 1).all())
+        self._plain = not self.offset.any() and bool((self.scale == 1).all())
         if not self.gaussian and not self._plain:
             raise RangeError("output_offset, output_scale: a softmax head gives probabilities, which are not scaled")
         self.target: Callable[[Any], Any] = _same
@@ -351,18 +350,17 @@ class _Output:
                 self.target.shapes.add(())
         each = np.broadcast_to(self.scale, (rows, d_o))
         self._scales: Array = each[0]
-        self._cov_scale = np.outer(each, each).astype(dtype)
-        self._var_scale = (self._scales**2).astype(dtype)
+        self._cov_scale = np.outer(each, each)
         self._log_scale = float(np.log(each).sum())
 
     def prediction(self, p: Prediction) -> Prediction:
-        """The mean in float64, as an offset needs more digits than a float32 head has."""
-        if self._plain:
-            return p
-        mean = p.mean * self._scales
-        if self._shifted:
-            mean += self.offset
-        return Prediction(mean, p.cov * self._cov_scale, p.total_var * self._var_scale)
+        """In float64: an offset needs more digits than float32 has, and the square of a scale need not fit into it."""
+        mean, cov, total_var = (array.astype(np.float64) for array in p)
+        if not self._plain:
+            mean = self.offset + self._scales * mean
+            cov *= self._cov_scale
+            total_var *= self._scales**2
+        return Prediction(mean, cov, total_var)
 
     def update(self, u: Update) -> Update:
         """The density of y is that of u divided by the scales."""
@@ -372,7 +370,7 @@ class _Output:
         return noise_var if noise_var is None or self._plain else scaled_noise(noise_var, self._scales)
 
     def physical_noise(self, noise: Array) -> Array:
-        return noise if self._plain else noise * _squares(self._scales, noise.ndim)
+        return noise.astype(np.float64) * _squares(self._scales, noise.ndim)
 
 
 def per_output(scale: npt.ArrayLike, outputs: int) -> Array:

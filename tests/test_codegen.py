@@ -126,6 +126,32 @@ def test_a_float64_head_with_two_outputs_and_an_offset_is_the_models(tmp_path: P
     assert "ok" in statuses
 
 
+@pytest.mark.usefixtures("unmeasured")
+def test_extreme_units_are_those_of_the_model(tmp_path: Path) -> None:
+    """From 1e-30 to 1e30: their squares do not fit into a float."""
+    trunk = (Path(kbt.__file__).parent / "bundles/cartpole/trunk.onnx").read_bytes()
+    head = kbt.Head(np.random.default_rng(0).normal(size=(2, 16)), noise_var=0.01)
+    Model(trunk, head, output_scale=[1e-30, 1e30], backend="compiled").save(tmp_path / "units")
+    generate(tmp_path / "units", tmp_path / "c")
+    policy, model = kbt.load_generated(tmp_path / "c"), Model.load(tmp_path / "units", backend="compiled")
+    x = np.array([0.1, -0.2, 0.3, -0.4])
+    p, q = policy.predict(x), model.predict(x)
+    assert same(p, q)
+    assert np.isfinite(p.total_std).all()
+    assert (p.std > 0).all()
+    assert policy.observe([1e-30, 1e30]) == model.observe([1e-30, 1e30])
+
+
+def test_c_of_an_older_format_is_not_loaded_but_replaced(folder: Path, tmp_path: Path) -> None:
+    old = Path(shutil.copytree(folder, tmp_path / "c"))
+    manifest = json.loads((old / "codegen.json").read_text())
+    (old / "codegen.json").write_text(json.dumps({**manifest, "format": 1}))
+    with pytest.raises(BundleError, match=r"another version of kbt-edge codegen .*generate it again"):
+        kbt.load_generated(old)
+    codegen._write(old, {}, manifest)
+    assert [path.name for path in old.rglob("*") if path.is_file()] == ["codegen.json"]
+
+
 def test_a_refused_call_teaches_nothing(policy: Generated) -> None:
     before = policy.to_bytes()
     with pytest.raises(RangeError):

@@ -146,6 +146,37 @@ def test_a_noise_matrix_is_reported_in_squared_units() -> None:
     np.testing.assert_allclose(model.noise_var, R * np.outer(UNIT, UNIT), rtol=1e-6)
 
 
+KINDS: dict[str, Callable[..., Model]] = {
+    "short way": lambda **units: make_model(head=make_head(dtype="float32"), **units),
+    "float64 head": lambda **units: make_model(**units),
+    "two inputs": lambda **units: Model(tiny_onnx.TwoInputs().onnx, make_head(), backend="onnxruntime", **units),
+}
+INPUTS = {"short way": (X,), "float64 head": (X,), "two inputs": (X[:2], X[1:])}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("unit", [1e-30, 1e-19, 1e20, 1e30, (1e-30, 1e30), (1e12, 1e-25)], ids=str)
+def test_every_allowed_output_scale_gives_finite_positive_deviations(kind: str, unit: Any) -> None:
+    one, scaled = KINDS[kind](output_offset=0.0, output_scale=1.0), KINDS[kind](output_offset=0.0, output_scale=unit)
+    p, q = one.predict(*INPUTS[kind]), scaled.predict(*INPUTS[kind])
+    units = np.broadcast_to(np.asarray(unit, float), (2,))
+    for array in (*q, scaled.noise_var):
+        assert array.dtype == np.float64
+    np.testing.assert_allclose(q.mean, units * p.mean, rtol=1e-6)
+    np.testing.assert_allclose(q.std, units * p.std, rtol=1e-6)
+    np.testing.assert_allclose(q.total_std, units * p.total_std, rtol=1e-6)
+    np.testing.assert_allclose(q.cov, np.outer(units, units) * p.cov, rtol=1e-6)
+    np.testing.assert_allclose(np.sqrt(scaled.noise_var), units * np.sqrt(one.noise_var), rtol=1e-6)
+    assert (q.std > 0).all()
+    nis = scaled.observe(units * 0.5).nis
+    assert nis == pytest.approx(one.observe(np.array([0.5, 0.5])).nis, rel=1e-4)
+
+
+def test_probabilities_and_their_covariance_are_float64() -> None:
+    p = plain(kbt.Head(WEIGHT, BIAS, output="softmax")).predict(X)
+    assert [array.dtype for array in p] == [np.float64] * 3
+
+
 def test_one_number_scales_every_feature() -> None:
     one = make_model(input_mean=0.5, input_scale=2.0, output_offset=1.0, output_scale=3.0)
     each = make_model(
