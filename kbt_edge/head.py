@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, final
 
 import numpy as np
 import numpy.typing as npt
 
 from kbt_edge import _core
-from kbt_edge._arrays import Array, labels_array, plain_array, real_array, shape_error
+from kbt_edge._arrays import Array, cast, check_finite, labels_array, plain_array, real_array, shape_error
 from kbt_edge._files import read_bounded, write_atomic
 from kbt_edge.errors import BundleError, DtypeError, KbtError, NumericsError, RangeError, ShapeError
 
@@ -46,7 +46,8 @@ _STATUS_ERRORS: dict[int, type[KbtError]] = {
     10: RangeError,
     11: RangeError,
 }
-_E_SIZE = 4
+_E_SIZE, _E_ORDER = 4, 11
+_OWN = 0  # who asks the core: the head itself
 _BLOB_ERRORS = {
     13: "one that ends too early",
     14: "something that is no state blob",
@@ -264,30 +265,32 @@ class Head:
 
     def predict(self, h: npt.ArrayLike) -> Prediction:
         """Mean and covariance of the output at ``h``, (d,) or (rows, d)."""
-        result = self._core.predict(h)
+        result = self._core.predict(h, _OWN)
         if type(result) is Prediction:  # what the core makes, and quicker than isinstance
             return result
         if result is None:  # not a plain array of the head's own dtype
-            result = self._core.predict(self._rows_of_h(h))
+            h = plain_array("h", h)
+            result = self._core.predict(self._rows_of_h(h), _OWN)
             if type(result) is Prediction:
                 return result
-        self._refused(result or 0, h=h)
+        self._refused(result, {"h": h})
 
     def update(self, h: npt.ArrayLike, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
         """Learn the target ``y`` at ``h``.
 
-        y          (d_o,) or (rows, d_o) like ``h``; for softmax also integer class labels, one per row
+        y          (d_o,) or (rows, d_o) like ``h``; a number will do for a single output; for softmax also integer
+                   class labels, one per row
         noise_var  observation noise of this sample, instead of the head's own
         """
         if h is None:
             raise DtypeError("h: expected an array of numbers, got None")
-        result = self._core.learn(h, y, noise_var)
-        return result if type(result) is Update else self._explain(result, h, y, noise_var)
+        result = self._core.learn(h, y, noise_var, _OWN)
+        return result if type(result) is Update else self._learn(result, h, y, noise_var)
 
     def observe(self, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
         """Learn the target of the latest ``predict``, without a second forward pass. Once per prediction."""
-        result = self._core.learn(None, y, noise_var)
-        return result if type(result) is Update else self._explain(result, None, y, noise_var)
+        result = self._core.learn(None, y, noise_var, _OWN)
+        return result if type(result) is Update else self._learn(result, None, y, noise_var)
 
     def reader(self) -> Reader:
         """One for each other thread that predicts while this one learns."""
@@ -295,19 +298,26 @@ class Head:
 
         return Reader(self)
 
-    def _explain(
-        self, result: int | None, h: npt.ArrayLike | None, y: npt.ArrayLike, noise_var: npt.ArrayLike | None
+    def _learn(
+        self, result: Update | int | None, h: npt.ArrayLike | None, y: npt.ArrayLike, noise_var: npt.ArrayLike | None
     ) -> Update:
-        """Learn what was not given as plain arrays, or say why not."""
+        """Learn what was not given as plain arrays, or say why it was refused. The core is asked at most once."""
         if result is None:
-            rows_h = None if h is None else self._rows_of_h(h)
-            targets = self._targets(y, rows_h)
+            ticket = self._core.ticket
+            h = None if h is None else plain_array("h", h)
+            y = plain_array("y", y)
+            noise_var = None if noise_var is None else plain_array("noise_var", noise_var)
+            if h is None:
+                self._must_be_latest(ticket)
+                rows, lead = None, () if self._core.one_row else (self._core.predicted_rows,)
+            else:
+                rows = self._rows_of_h(h)
+                lead = rows.shape[:-1]
             noise = None if noise_var is None else self._noise("noise_var", noise_var)
-            learned = self._core.learn(rows_h, targets, noise)
-            if isinstance(learned, Update):
-                return learned
-            result = learned
-        self._refused(result or 0, h=h, y=y, noise_var=noise_var)
+            result = self._core.learn(rows, self._targets(y, lead), noise, _OWN)
+            if isinstance(result, Update):
+                return result
+        self._refused(result, {"h": h, "y": y, "noise_var": noise_var})
 
     # ---- what it knows -----------------------------------------------------------------------------------------------
 
@@ -534,8 +544,8 @@ class Head:
         if noise != "multinomial":
             self._must(self._core.set_noise(variances))
 
-    def _rows_of_h(self, h: npt.ArrayLike) -> Array:
-        array = real_array("h", h, self._dtype)
+    def _rows_of_h(self, h: Array) -> Array:
+        array = cast("h", h, self._dtype)
         c = self._core.config
         if array.ndim not in (1, 2) or array.shape[-1] != self.d or array.size == 0:
             raise shape_error("h", f"({self.d},) or (rows, {self.d})", array)
@@ -543,23 +553,19 @@ class Head:
             raise ShapeError(f"h: expected at most max_rows = {c.max_rows} rows, got {array.shape[0]}")
         return array
 
-    def _targets(self, y: npt.ArrayLike, h: Array | None) -> Array:
-        """Targets shaped like ``h`` (None: like the latest prediction), or int32 labels."""
-        if h is None and self._core.predicted_rows == 0:
-            self._refused(11)
-        one_row = self._core.one_row if h is None else h.ndim == 1
-        rows = () if one_row else (self._core.predicted_rows if h is None else h.shape[0],)
-        expected = (*rows, self.d_o)
-        if self._core.config.output == 1:
-            given = plain_array("y", y)
-            if given.dtype.kind in "iu" and given.shape != expected:
-                labels = labels_array("y", y, self.d_o)
-                if labels.shape != rows:
-                    raise shape_error("y", f"{rows} class labels or {expected} probabilities", labels)
-                return labels
-        array = real_array("y", y, self._dtype)
+    def _targets(self, y: Array, lead: tuple[int, ...]) -> Array:
+        """Targets of shape (*lead, d_o), with lead = () or (rows,); or int32 labels of shape lead."""
+        expected = (*lead, self.d_o)
+        if self._core.config.output == 1 and y.dtype.kind in "iu" and y.shape != expected:
+            labels = labels_array("y", y, self.d_o)
+            if labels.shape != lead:
+                raise shape_error("y", f"{lead} class labels or {expected} probabilities", labels)
+            return labels
+        array = cast("y", y, self._dtype)
+        if array.shape == () and set(expected) == {1}:
+            return array.reshape(expected)
         if array.shape != expected:
-            raise shape_error("y", str(expected), array)
+            raise shape_error("y", f"{expected}" + " or a number" * (set(expected) == {1}), array)
         return array
 
     def _noise(self, name: str, value: npt.ArrayLike, d_o: int = 0, matrix_allowed: bool = True) -> Array:
@@ -586,31 +592,43 @@ class Head:
         if status:
             self._refused(status)
 
-    def _refused(self, status: int, **arguments: object) -> NoReturn:
-        """Raise the error that ``status`` stands for, naming the argument where the core could not."""
+    def _must_be_latest(self, ticket: int) -> None:
+        """Converting an argument can run any code, and with it this head."""
+        if self._core.ticket != ticket:
+            raise RangeError(
+                "observe: the head was used while y or noise_var was being converted to an array, so the latest "
+                "prediction is another one now; pass NumPy arrays",
+                _E_ORDER,
+            )
+
+    def _refused(self, result: object, arguments: Mapping[str, object] | None = None) -> NoReturn:
+        """Raise the error that a status stands for, from the arguments of the call. Nothing runs again."""
+        status = result if isinstance(result, int) else 0
+        given = {name: value for name, value in (arguments or {}).items() if isinstance(value, np.ndarray)}
         if status == 7:
-            for name, value in arguments.items():
-                if value is not None:
-                    real_array(name, value, self._dtype)  # finds and names the culprit
+            for name, value in given.items():
+                check_finite(name, value, cast(name, value, self._dtype))
         if status == 6:
-            self._rows_of_h(arguments["h"])  # type: ignore[arg-type]
-        if status == 9 and arguments.get("noise_var") is not None:
-            self._noise("noise_var", arguments["noise_var"])  # type: ignore[arg-type]
+            self._rows_of_h(given["h"])
+        if status == 9 and "noise_var" in given:
+            self._noise("noise_var", given["noise_var"])
         if status == 10:
             raise RangeError(
                 "y: expected class labels, or rows of probabilities that sum to 1, got something else", status
             )
-        if status == 11:
+        if status == _E_ORDER:
             raise RangeError("observe: expected a predict before it, and one observe per prediction; got none", status)
-        if status == 8:
-            sizes = ", ".join(
-                f"|{name}| up to {np.abs(np.asarray(value)).max():.3g}"
-                for name, value in arguments.items()
-                if value is not None
+        if status == _core.OTHER_OWNER:
+            raise RangeError(
+                "observe: expected a prediction of this head before it; the latest was made by a Model, in its own "
+                "units: call the model's observe, or predict with the head first",
+                _E_ORDER,
             )
-            names = ", ".join(name for name, value in arguments.items() if value is not None)
+        if status == 8:
+            sizes = ", ".join(f"|{name}| up to {np.abs(value).max():.3g}" for name, value in given.items())
             raise NumericsError(
-                f"{names}: expected numbers with a finite result that is more than rounding, got {sizes}", status
+                f"{', '.join(given)}: expected numbers with a finite result that is more than rounding, got {sizes}",
+                status,
             )
         if status in _BLOB_ERRORS:
             raise BundleError(f"blob: expected the state of a head, got {_BLOB_ERRORS[status]}", status)

@@ -195,11 +195,7 @@ def _stream(
         raise ShapeError(f"x: expected at least 2 samples to tune on, got {len(inputs)}")
     if isinstance(subject, Head):
         return list(zip(inputs, targets, strict=True))
-    # Copies, as both come in buffers that are used again.
-    return [
-        (np.array(subject._rows((one,))), np.array(subject._output.target(target)))
-        for one, target in zip(inputs, targets, strict=True)
-    ]
+    return [subject._in_head_units((one,), target) for one, target in zip(inputs, targets, strict=True)]
 
 
 def _entries(name: str, values: Sequence[Any] | npt.ArrayLike) -> list[Any]:

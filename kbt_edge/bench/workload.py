@@ -85,8 +85,7 @@ def _c_loop(model: Model, inputs: list[tuple[Any, ...]], targets: list[Any], who
     if whole and model._pipeline is not None:
         x: NDArray[Any] = np.array([np.ravel(arguments[0]) for arguments in inputs], np.float64)
         return _core.Loop(model._pipeline, x, np.array([np.ravel(y) for y in targets], np.float64))
-    # Copies: trunk and scaling answer in buffers that the next call overwrites.
-    h = np.array([np.ravel(model._rows(arguments)).copy() for arguments in inputs])
-    y = np.array([np.ravel(model._output.target(target)).copy() for target in targets])
+    samples = [model._in_head_units(x, y) for x, y in zip(inputs, targets, strict=True)]
+    h, y = (np.array([np.ravel(array) for array in arrays]) for arrays in zip(*samples, strict=True))
     dtype = np.int32 if model.head.config["output"] == "softmax" else model.head.config["dtype"]
     return _core.Loop(model.head._core, model.trunk.rows, h, np.ascontiguousarray(y, dtype))
