@@ -289,7 +289,7 @@ class _Policy:
 
     def _around_the_head(self) -> dict[str, str]:
         """From the head's output to y in physical units, and back for its target."""
-        sizes, limit = self._sizes(), "" if self.double else "\n    if (fabs(u) > (double)FLT_MAX) return KBT_E_RANGE;"
+        sizes = self._sizes()
         if self.softmax:  # probabilities have no units
             pieces = {"output_constants": "", "to_physical": _PROBABILITIES, "to_head": _PROBABILITY_TARGET}
             pieces |= {"physical_result": "", "labels_declared": _LABELS_DECLARED, "labels": _LABELS}
@@ -305,7 +305,7 @@ class _Policy:
         ]
         pieces = {"to_physical": _TO_PHYSICAL, "to_head": _TO_HEAD, "labels_declared": "", "labels": ""}
         pieces |= {"physical_result": "\n  if (result != NULL) result->log_likelihood -= log_scale;"}
-        pieces = {key: _replaced(text, {**sizes, "limit": limit}) for key, text in pieces.items()}
+        pieces = {key: _replaced(text, sizes) for key, text in pieces.items()}
         return {**pieces, "output_constants": "\n".join(constants)}
 
     def _words(self) -> dict[str, str]:
@@ -351,12 +351,8 @@ _TO_PHYSICAL: Final = """\
     cov[i] = y_scale[i / @count@ % @outputs@] * y_scale[i % @count@ % @outputs@] * head_value(cov, i);
   }"""
 _TO_HEAD: Final = """\
-  @real@ target[@count@];
-  for (int i = 0; i < @count@; ++i) {
-    const double u = (y[i] - y_offset[i % @outputs@]) / y_scale[i % @outputs@];
-    if (!isfinite(u)) return KBT_E_NONFINITE;@limit@
-    target[i] = (@real@)u;
-  }"""
+  @real@ target[@count@]; /* what does not fit becomes infinite, and is refused by the head */
+  for (int i = 0; i < @count@; ++i) target[i] = (@real@)((y[i] - y_offset[i % @outputs@]) / y_scale[i % @outputs@]);"""
 _PROBABILITIES: Final = """\
   for (size_t i = @count@; i-- > 0;) {
     mean[i] = (double)u[i];

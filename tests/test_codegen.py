@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import kbt_edge as kbt
 from kbt_edge import codegen
 from kbt_edge.cli import main
 from kbt_edge.codegen import generate
-from kbt_edge.errors import BundleError, NumericsError, RangeError, ShapeError
+from kbt_edge.errors import BundleError, DtypeError, NumericsError, RangeError, ShapeError
 from kbt_edge.generated import Generated
 from kbt_edge.model import Model
 from kbt_edge.studies import cartpole
@@ -167,6 +168,32 @@ def test_a_refused_call_teaches_nothing(policy: Generated) -> None:
             policy.observe(bad_target)
     assert policy.to_bytes() == before
     assert policy.observe(1.0).status == "ok"  # the prediction was still there
+
+
+def test_a_target_that_uses_the_policy_while_it_is_converted_is_refused(policy: Generated) -> None:
+    class Calling:
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            policy.predict([9.0, 0.0, 0.0, 0.0])
+            return np.array([1.0])
+
+    policy.predict([0.1, 0.0, 0.0, 0.0])
+    before = policy.to_bytes()
+    with pytest.raises(RangeError, match=r"observe: .* another one now; pass a NumPy array"):
+        policy.observe(Calling())  # type: ignore[arg-type]
+    assert policy.to_bytes() == before
+
+
+def test_a_number_is_a_target_for_one_output(policy: Generated) -> None:
+    answers = set()
+    for y in (2, 2.0, np.float32(2), np.int16(2), np.array(2.0), [2.0], np.array([2])):
+        policy.restart()
+        policy.predict([0.1, 0.0, 0.0, 0.0])
+        answers.add((policy.observe(y), policy.to_bytes()))
+    assert len(answers) == 1
+    with pytest.raises(DtypeError, match="y: expected real numbers"):
+        policy.update([0.1, 0.0, 0.0, 0.0], "2")
+    with pytest.raises(DtypeError, match="input 'x'"):
+        policy.predict("abcd")
 
 
 # ---- flash -----------------------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
  */
 #include "@name@.h"
 
-#include <float.h>
-#include <math.h>
 #include <string.h>
 
 int @name@_trunk_run(const void *const *inputs, float *output);
