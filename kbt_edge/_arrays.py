@@ -22,13 +22,17 @@ def plain_array(name: str, value: object) -> Array:
         raise DtypeError(f"{name}: expected an array of numbers, got {type(value).__name__} ({error})") from None
 
 
+def check_real(name: str, given: Array) -> None:
+    if given.dtype.kind not in "fiu":
+        raise DtypeError(f"{name}: expected real numbers, got an array of dtype {given.dtype}")
+
+
 def cast(name: str, given: Array, dtype: npt.DTypeLike) -> Array:
     """A C-contiguous array of ``dtype``. Integers and other float widths are converted, nothing else is.
 
     What is not finite stays so, and what does not fit becomes infinite: ``check_finite`` tells the two apart.
     """
-    if given.dtype.kind not in "fiu":
-        raise DtypeError(f"{name}: expected real numbers, got an array of dtype {given.dtype}")
+    check_real(name, given)
     wanted = np.dtype(dtype)
     with np.errstate(all="ignore"):
         array = np.ascontiguousarray(given, dtype=wanted).reshape(given.shape)  # ascontiguousarray makes 0-d into 1-d

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from kbt_edge import _core
 from kbt_edge import bundle as bundles
-from kbt_edge._arrays import Array, cast, check_finite, plain_array, real_array, shape_error
+from kbt_edge._arrays import Array, cast, check_finite, check_real, plain_array, real_array, shape_error
 from kbt_edge._files import read_bounded
 from kbt_edge._onnxfile import MAX_BYTES as MAX_TRUNK_BYTES
 from kbt_edge.bundle import Bundle, BundleInput
@@ -296,6 +296,8 @@ class Model:
 
     def _values(self, x: tuple[Any, ...]) -> list[Array]:
         """One plain array per input. Converting can run any code, so all of it is done before the trunk is used."""
+        if len(x) == len(self._inputs) == 1 and type(x[0]) is np.ndarray:  # the way of a control loop
+            return list(x)
         return [plain_array(entry.name, value) for entry, value in zip(self._inputs, self._unpacked(x), strict=True)]
 
     def _rows(self, x: tuple[Any, ...]) -> Array:
@@ -333,23 +335,25 @@ class _Normalise:
     """(value - mean) / scale, written to a buffer that is used again and again."""
 
     def __init__(self, name: str, mean: Array, scale: Array, shape: tuple[int, ...], dtype: str) -> None:
-        self._name, self._mean, self._scale = name, mean, scale
+        self._name, self._scale = name, scale
+        self._mean = mean if mean.any() else None
         self._buffer: Array = np.zeros(shape, dtype)
         ones = next((axis for axis, length in enumerate(shape) if length != 1), len(shape) - 1)
         self.shapes = {shape[axis:] for axis in range(ones + 1)}  # leading axes of length 1 may be left out
 
     def __call__(self, value: Array) -> Array:
         """What is not finite, or becomes so, is refused where it is used, and explained by ``check``."""
-        array = cast(self._name, value, np.float64)  # a large mean eats no digits
-        if array.shape not in self.shapes:
-            raise shape_error(self._name, f"{self._buffer.shape}" + " or a number" * (() in self.shapes), array)
+        check_real(self._name, value)
+        if value.shape not in self.shapes:
+            raise shape_error(self._name, f"{self._buffer.shape}" + " or a number" * (() in self.shapes), value)
         with np.errstate(all="ignore"):
-            self._buffer[...] = (array - self._mean) / self._scale
+            shifted = value if self._mean is None else value - self._mean  # in float64: a large mean eats no digits
+            self._buffer[...] = shifted / self._scale
         return self._buffer
 
     def check(self, value: Array) -> None:
         """Raise if a number is not finite, or is not once it is scaled."""
-        check_finite(self._name, value, cast(self._name, value, np.float64))
+        check_finite(self._name, value, value)
         scaled = self(value)
         if not np.isfinite(scaled).all():
             worst = value.flat[int(np.argmax(~np.isfinite(scaled)))]
