@@ -26,6 +26,7 @@ _RULES = ("fuse", "replace")
 _NOISES = ("constant", "adaptive", "multinomial")
 
 _MAX_STATE_BYTES = 1 << 31
+_MAX_MEMORY = 1 << 30
 
 # What a head assumes if it is not told (docs/study.md has the figures). h of a transformer varies by 0.3 to 1 along the
 # few directions that matter, and outputs are scaled to order one: a new readout needs weights of 1/0.3, variance 10. A
@@ -185,6 +186,7 @@ class Head:
     max_rows         how many rows one joint update may have
     dtype            "float32" or "float64"
     seed             draws the input weights of spare hidden neurons (those beyond 2 d)
+    max_memory       how many bytes the head may take (``nbytes``); 1 GiB unless more is asked for
     """
 
     __slots__ = ("_core", "_dtype")
@@ -212,6 +214,7 @@ class Head:
         max_rows: int = 1,
         dtype: npt.DTypeLike = "float32",
         seed: int = 0,
+        max_memory: int = _MAX_MEMORY,
     ) -> None:
         self._dtype = _dtype(dtype)
         w = real_array("weight", weight, self._dtype)
@@ -223,7 +226,7 @@ class Head:
         widths = [w.shape[1], *_widths(hidden, at_least=2 * w.shape[1]), w.shape[0]]
         seed = _integer("seed", seed, 0, (1 << 64) - 1)
         self._make(widths, prior_var, noise_var, output, covariance, rule, relu_order, softmax_order, noise, input_var,
-                   forgetting, gate, max_rows)  # fmt: skip
+                   forgetting, gate, max_rows, max_memory)  # fmt: skip
         self._must(self._core.set_prior(w, b, seed))
 
     @classmethod
@@ -244,6 +247,7 @@ class Head:
         gate: float | None = None,
         max_rows: int = 1,
         dtype: npt.DTypeLike = "float32",
+        max_memory: int = _MAX_MEMORY,
     ) -> Head:
         """A head whose prior means are given: one (n, m + 1) array per layer, bias in the last column."""
         head = cls.__new__(cls)
@@ -257,7 +261,7 @@ class Head:
                 raise shape_error(f"means[{i}]", f"(n, {widths[-1] + 1})" if i else "(n, d + 1)", array)
             widths.append(array.shape[0])
         head._make(widths, prior_var, noise_var, output, covariance, rule, relu_order, softmax_order, noise, input_var,
-                   forgetting, gate, max_rows)  # fmt: skip
+                   forgetting, gate, max_rows, max_memory)  # fmt: skip
         head._must(head._core.set_means(arrays))
         return head
 
@@ -497,6 +501,7 @@ class Head:
         forgetting: float,
         gate: float | None,
         max_rows: int,
+        max_memory: int,
     ) -> None:
         if prior_var is None:
             prior_var = [_COPIES_VAR] * (len(widths) - 2) + [_READOUT_VAR[output == "softmax"]]
@@ -540,6 +545,14 @@ class Head:
             )
         if status:
             raise RangeError(f"{field}: expected another value, got one that the core refuses", status)
+        most = _integer("max_memory", max_memory, 0, 1 << 62)
+        if config.arena_bytes() > most:
+            raise RangeError(
+                f"hidden, max_rows: expected a head of at most max_memory = {_bytes_in_words(most)}, got one of "
+                f"{_bytes_in_words(config.arena_bytes())} (widths {' → '.join(map(str, widths))}, max_rows {max_rows}, "
+                f"covariance {covariance!r}); use smaller hidden layers, covariance='diagonal' or a larger max_memory",
+                _E_SIZE,
+            )
         self._core = _allocated(config, RangeError)
         if noise != "multinomial":
             self._must(self._core.set_noise(variances))
@@ -643,6 +656,12 @@ def memory_limit(blob: bytes) -> int:
 def _again(blob: bytes, nbytes: int) -> Head:
     """A copy of a head of this process, or of one that was pickled."""
     return Head.from_bytes(blob, max_memory=nbytes)
+
+
+def _bytes_in_words(count: int) -> str:
+    return (
+        f"{count / 2**30:.3g} GiB" if count >= 2**30 else f"{count / 2**20:.3g} MiB" if count >= 2**20 else f"{count} B"
+    )
 
 
 def _allocated(config: _core.Config, error: type[KbtError]) -> _core.Core:

@@ -432,6 +432,23 @@ def test_a_bad_setting_is_refused(argument: str, value: Any, error: type[KbtErro
     refused(error, argument, lambda: kbt.Head(WEIGHT, Y, **settings))
 
 
+def test_a_head_that_takes_more_than_a_gibibyte_is_made_only_if_asked_for() -> None:
+    """Refused before anything is allocated: no machine has room for the second one."""
+    weight = np.ones((1, 16))
+    for settings in ({"hidden": (100_000,)}, {"hidden": (20_000,), "covariance": "full"}):
+        with pytest.raises(RangeError, match=r"max_memory = 1 GiB, got one of [\d.e+]+ GiB \(widths 16 → \d+ → 1,"):
+            kbt.Head(weight, **settings)
+    means = [np.zeros((20_000, 17), np.float32), np.zeros((1, 20_001), np.float32)]
+    with pytest.raises(RangeError, match="smaller hidden layers, covariance='diagonal' or a larger max_memory"):
+        kbt.Head.from_means(means)
+    assert kbt.Head.from_means(means, covariance="diagonal").nbytes < 2**30
+    small = kbt.Head(weight)
+    assert kbt.Head(weight, max_memory=small.nbytes).nbytes == small.nbytes
+    with pytest.raises(RangeError, match="max_memory"):
+        kbt.Head(weight, max_memory=small.nbytes - 1)
+    refused(DtypeError, "max_memory", lambda: kbt.Head(weight, max_memory=1e9))  # type: ignore[arg-type]
+
+
 def test_softmax_needs_two_outputs() -> None:
     refused(RangeError, "output", lambda: kbt.Head(WEIGHT[:1], output="softmax"))
 
