@@ -38,7 +38,7 @@ from kbt_edge import bundle as bundles
 from kbt_edge._compiled import SEPARATE_NODES, BackendError, CArray, generate_c, run_function
 from kbt_edge._onnxfile import read_onnx
 from kbt_edge._version import __version__
-from kbt_edge.errors import BundleError, RangeError, ShapeError
+from kbt_edge.errors import BundleError, RangeError
 from kbt_edge.model import Model
 
 __all__ = ["Codegen", "generate"]
@@ -175,9 +175,6 @@ class _Policy:
         self.name, self.model, self.bundle = name, model, model.bundle()
         trunk, head = model.trunk, model.head
         self.rows, self.outputs = trunk.rows, head.d_o
-        most = head.config["max_rows"]
-        if self.rows > most:
-            raise ShapeError(f"bundle: expected a trunk of at most max_rows = {most} rows, it has {self.rows}")
         self.softmax = head.config["output"] == "softmax"
         self.double = head.config["dtype"] == "float64"
         config = _core.state_config(self.bundle.head)

@@ -40,6 +40,9 @@ Scaling = npt.ArrayLike | Mapping[str, npt.ArrayLike]
 class Model:
     """A trunk, a head, and the scaling around them. One object belongs to one thread.
 
+    A copy, or a model that was pickled, has a head and a trunk of its own. It starts without a prediction to observe,
+    and without a folder to save to.
+
     trunk           the ONNX file: its path or its bytes
     head            the ``Head`` that reads the trunk's rows
     input_mean      the trunk gets (x - input_mean) / input_scale: a number, or one per feature (the last axis of x);
@@ -65,33 +68,34 @@ class Model:
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         file = trunk if isinstance(trunk, bytes) else read_bounded(trunk, MAX_TRUNK_BYTES)
-        self._assemble(
-            file,
-            Trunk(file, backend=backend, providers=providers, cache_dir=cache_dir),
-            head,
-            input_mean,
-            input_scale,
-            output_offset,
-            output_scale,
-            {"kbt_edge": _version(), **(made or {})},
-        )
+        how: dict[str, Any] = {"backend": backend, "providers": providers, "cache_dir": cache_dir}
+        made = {"kbt_edge": _version(), **(made or {})}
+        self._assemble(file, how, head, input_mean, input_scale, output_offset, output_scale, made)
 
     def _assemble(
         self,
         file: bytes,
-        trunk: Trunk,
+        how: Mapping[str, Any],
         head: Head,
         input_mean: Scaling,
         input_scale: Scaling,
         output_offset: npt.ArrayLike,
         output_scale: npt.ArrayLike,
         made: Mapping[str, str],
+        trunk: Trunk | None = None,
     ) -> None:
+        trunk = Trunk(file, **how) if trunk is None else trunk
         if trunk.d != head.d:
             raise ShapeError(f"head: expected d = {trunk.d}, the width of the trunk's rows, got d = {head.d}")
+        most = head.config["max_rows"]
+        if trunk.rows > most:
+            raise ShapeError(
+                f"head: expected max_rows >= {trunk.rows}, the number of the trunk's rows, got max_rows = {most}; "
+                f"make it with max_rows={trunk.rows}"
+            )
         means = _by_input("input_mean", input_mean, trunk.inputs, 0.0)
         scales = _by_input("input_scale", input_scale, trunk.inputs, 1.0)
-        self._file, self._trunk, self._head, self._made = file, trunk, head, dict(made)
+        self._file, self._how, self._trunk, self._head, self._made = file, how, trunk, head, dict(made)
         self._inputs = [_Input(spec, means[spec.name], scales[spec.name]) for spec in trunk.inputs]
         self._output = _Output(head, trunk.rows, output_offset, output_scale)
         self._owner = head._core.new_owner()  # of predictions: the head alone does not know their units
@@ -231,6 +235,11 @@ class Model:
         inputs = ", ".join(f"{spec.name} {spec.shape}" for spec in self._trunk.inputs)
         return f"Model({inputs} → {self._trunk.rows} × {self._trunk.d}, {self._trunk.backend}; {self._head!r})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        scaling = self.input_mean, self.input_scale, self.output_offset, self.output_scale
+        head = self._head.to_bytes(), self._head.nbytes
+        return _again, (type(self), self._file, self._how, head, scaling, self._made)
+
     # ---- the bundle --------------------------------------------------------------------------------------------------
 
     @classmethod
@@ -242,13 +251,17 @@ class Model:
         providers: Sequence[Any] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> Model:
-        """The model of a bundle: its folder, or the bare name of one that ships with the package ("cartpole")."""
+        """The model of a bundle: its folder, or the name of one that ships with the package.
+
+        "cartpole" is refused if a folder of that name holds a bundle too: write "./cartpole" or "kbt_edge:cartpole".
+        """
         folder = bundles.find(name_or_path)
         found = bundles.read(folder)
         with _naming(folder / bundles.HEAD):
             head = Head.from_bytes(found.head)
+        how: dict[str, Any] = {"backend": backend, "providers": providers, "cache_dir": cache_dir}
         with _naming(folder / bundles.TRUNK):
-            trunk = Trunk(found.trunk, backend=backend, providers=providers, cache_dir=cache_dir)
+            trunk = Trunk(found.trunk, **how)
             said = [(entry.name, entry.shape, entry.dtype) for entry in found.inputs], found.rows, found.d
             holds = [(spec.name, spec.shape, spec.dtype) for spec in trunk.inputs], trunk.rows, trunk.d
             if said != holds:
@@ -256,13 +269,14 @@ class Model:
         model = cls.__new__(cls)
         model._assemble(
             found.trunk,
-            trunk,
+            how,
             head,
             {entry.name: entry.mean for entry in found.inputs if entry.mean is not None},
             {entry.name: entry.scale for entry in found.inputs if entry.scale is not None},
             0.0 if found.offset is None else found.offset,
             1.0 if found.scale is None else found.scale,
             found.made,
+            trunk,
         )
         model._folder = None if bundles.is_shipped(folder) else folder
         return model
@@ -276,6 +290,8 @@ class Model:
         folder = self._folder if path is None else Path(path)
         if folder is None:
             raise BundleError("path: expected a folder, as this model has none of its own yet; got None")
+        if str(folder).startswith(bundles.PREFIX):
+            raise BundleError(f"path: expected a folder, got {folder}, the name of a bundle of the package")
         bundles.write(folder, self.bundle())
         self._folder = folder
         return folder
@@ -442,6 +458,20 @@ class _Output:
 
     def physical_noise(self, noise: Array) -> Array:
         return noise.astype(np.float64) * _squares(self._scales, noise.ndim)
+
+
+def _again(
+    cls: type[Model],
+    file: bytes,
+    how: dict[str, Any],
+    head: tuple[bytes, int],
+    scaling: tuple[Scaling, Scaling, Array, Array],
+    made: dict[str, str],
+) -> Model:
+    """A model like another one of this process, or like one that was pickled."""
+    model = cls.__new__(cls)
+    model._assemble(file, how, Head.from_bytes(head[0], max_memory=head[1]), *scaling, made)
+    return model
 
 
 def per_output(scale: npt.ArrayLike, outputs: int) -> Array:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
+import pickle
 import shutil
 import struct
 import zlib
@@ -618,6 +621,11 @@ def test_a_softmax_head_takes_labels_and_has_no_units() -> None:
     ("wrong", "error", "message"),
     [
         ({"head": kbt.Head(np.ones((1, 5)))}, ShapeError, "head: expected d = 3, .* got d = 5"),
+        (
+            {"trunk": tiny_onnx.Control(rows=2)},
+            ShapeError,
+            "head: expected max_rows >= 2, .* got max_rows = 1; make it",
+        ),
         ({"input_scale": 0.0}, RangeError, "input_scale of 'x': expected numbers from 1e-30"),
         ({"input_scale": [1, 1, 1, -1]}, RangeError, "input_scale of 'x'"),
         ({"input_mean": [1.0, 2.0]}, ShapeError, r"input_mean of 'x': expected shape a number or \(4,\), got \(2,\)"),
@@ -676,6 +684,61 @@ def test_both_backends_learn_the_same(tmp_path: Path) -> None:
             model.observe(y)
 
 
+# Copies.
+
+
+def learned(model: Model) -> tuple[bytes, str]:
+    """In another process: what the model is after three samples, and how it runs its trunk."""
+    learn(model, 0, 3)
+    return model.head.to_bytes(), model.trunk.backend
+
+
+COPIES: dict[str, Callable[[Model], Model]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_copy_is_a_model_of_its_own(how: str, dtype: str, tmp_path: Path) -> None:
+    model = make_model(head=make_head(dtype=dtype, noise="adaptive"), made={"by": "a test"})
+    learn(model, 0, 5)
+    model.save(tmp_path / "b")
+    model.predict(X)
+    twin = COPIES[how](model)
+    assert twin.bundle() == model.bundle()
+    assert twin.trunk.backend == model.trunk.backend == "onnxruntime"
+    with pytest.raises(RangeError, match="expected a predict before it"):
+        twin.observe(Y)
+    with pytest.raises(BundleError, match="expected a folder"):
+        twin.save()
+    before = model.head.to_bytes()
+    learn(twin, 5, 5)
+    assert model.head.to_bytes() == before
+    learn(model, 5, 5)
+    assert model.head.to_bytes() == twin.head.to_bytes()
+
+
+def test_a_copy_of_a_token_model_is_a_model_of_its_own() -> None:
+    head = kbt.Head(np.ones((5, 3)), output="softmax", noise="multinomial", max_rows=4)
+    model = Model(tiny_onnx.Tokens(5, 4, d=3).onnx, head, backend="onnxruntime")
+    twin = pickle.loads(pickle.dumps(model))
+    ids = np.array([1, 2, 3, 4])
+    twin.update((ids, ids), ids)
+    assert (model.head.samples, twin.head.samples) == (0, 1)
+
+
+@pytest.mark.long("starts Python once more, seconds of emulation")
+def test_a_model_is_sent_to_a_process_that_was_spawned() -> None:
+    model = make_model(head=make_head())
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        there = pool.apply(learned, (model,))
+    assert model.head.samples == 0
+    assert there == learned(model)
+
+
 # The bundle.
 
 
@@ -727,8 +790,14 @@ def test_the_shipped_bundle_is_never_written_to(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(BundleError, match="expected a folder"):
         model.save()
     model.save("cartpole")
-    assert Model.load("cartpole", backend="onnxruntime").head.samples == 5  # the one in the working directory
+    with pytest.raises(BundleError, match=r'write "\./cartpole" for .* or "kbt_edge:cartpole"'):
+        Model.load("cartpole", backend="onnxruntime")
+    assert Model.load("./cartpole", backend="onnxruntime").head.samples == 5
+    assert Model.load("kbt_edge:cartpole", backend="onnxruntime").head.samples == 0
     assert bundles.read(tmp_path / "package" / "cartpole").head == make_model().head.to_bytes()
+    with pytest.raises(BundleError, match="the name of a bundle of the package"):
+        model.save("kbt_edge:cartpole")
+    assert [path.name for path in Path().iterdir()] == ["cartpole"]
 
 
 def exchange(folder: Path, name: str, data: bytes, **said: Any) -> None:

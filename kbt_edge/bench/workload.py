@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kbt_edge import _core
+from kbt_edge import bundle as bundles
 from kbt_edge.model import Model
 
 __all__ = ["Workload", "load"]
@@ -35,6 +36,7 @@ class Workload:
 
 
 def load(name: str, backend: str, seed: int, rehearse: bool = False) -> Workload:
+    folder = bundles.find(name)
     model, other = Model.load(name, backend=backend), Model.load(name, backend=backend)
     rng = np.random.default_rng(seed)
     inputs = [_input(model, rng) for _ in range(SAMPLES)]
@@ -42,7 +44,7 @@ def load(name: str, backend: str, seed: int, rehearse: bool = False) -> Workload
     head, trunk = model.head.config, model.trunk
     whole = other._pipeline is not None and trunk.backend == "compiled"
     description = {
-        "bundle": str(name),
+        "bundle": folder.name if bundles.is_shipped(folder) else str(name),
         "trunk_backend": trunk.backend,
         "trunk_reason": trunk.backend_reason,
         "trunk_sha256": trunk.sha256,
