@@ -438,7 +438,7 @@ def test_a_head_that_takes_more_than_a_gibibyte_is_made_only_if_asked_for() -> N
     for settings in ({"hidden": (100_000,)}, {"hidden": (20_000,), "covariance": "full"}):
         with pytest.raises(RangeError, match=r"max_memory = 1 GiB, got one of [\d.e+]+ GiB \(widths 16 → \d+ → 1,"):
             kbt.Head(weight, **settings)
-    means = [np.zeros((20_000, 17), np.float32), np.zeros((1, 20_001), np.float32)]
+    means = [np.zeros((40_000, 17), np.float32), np.zeros((1, 40_001), np.float32)]
     with pytest.raises(RangeError, match="smaller hidden layers, covariance='diagonal' or a larger max_memory"):
         kbt.Head.from_means(means)
     assert kbt.Head.from_means(means, covariance="diagonal").nbytes < 2**30
