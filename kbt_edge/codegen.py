@@ -58,6 +58,23 @@ _TAKEN: Final = re.compile(
     "typename|union|unsigned|using|virtual|void|volatile|while|xor"
 )
 
+# NAME.h must not be found instead of a header of C, POSIX or newlib. (No include path of ours leads to it, but that of
+# a sketch or a project of the user's may.) And a CMake target may not be called like one of CMake's or of libm.
+_HEADERS: Final = re.compile(
+    "aio|alloca|ar|argp|argz|assert|byteswap|complex|cpio|ctype|devctl|dirent|dlfcn|elf|endian|envlock|envz|err|"
+    "errno|error|execinfo|fastmath|fcntl|features|fenv|float|fmtmsg|fnmatch|fpu_control|ftw|getopt|glob|grp|iconv|"
+    "ieee754|ieeefp|ifaddrs|inttypes|iso646|langinfo|libgen|libintl|limits|link|locale|malloc|math|memory|monetary|"
+    "mqueue|ndbm|netdb|newlib|nl_types|obstack|paths|poll|printf|pthread|pty|pwd|reent|regdef|regex|regexp|resolv|"
+    "sched|search|semaphore|setjmp|sgtty|shadow|signal|spawn|stdalign|stdarg|stdatomic|stdbit|stdbool|stdckdint|"
+    "stddef|stdfix|stdint|stdio|stdio_ext|stdlib|stdnoreturn|string|strings|stropts|syscall|sysexits|syslimits|"
+    "syslog|tar|termio|termios|tgmath|threads|time|trace|uchar|ucontext|ulimit|unctrl|unistd|unwind|utime|utmp|utmpx|"
+    "values|varargs|wait|wchar|wctype|wordexp|xlocale"
+)
+_TARGETS: Final = re.compile(
+    "all|c|clean|codegen|depend|edit_cache|gcc|help|install|list_install_components|m|package|package_source|"
+    "preinstall|rebuild_cache|test"
+)
+
 # As in CMakeLists.txt: what the same bits depend on, and what keeps a heap and exceptions out.
 _COMMON_FLAGS: Final = ("-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra")
 _C_FLAGS: Final = ("-std=gnu11", "-O2")
@@ -116,6 +133,12 @@ def checked_name(name: object) -> str:
         )
     if "__" in name or _TAKEN.fullmatch(name):
         raise RangeError(f"name: expected an identifier that C, C++ and the core leave free, got {name!r}")
+    if _HEADERS.fullmatch(name):
+        raise RangeError(f"name: expected one that is no header of C, POSIX or newlib, got {name!r}; add a word to it")
+    if _TARGETS.fullmatch(name):
+        raise RangeError(
+            f"name: expected one that is no target of CMake and no library, got {name!r}; add a word to it"
+        )
     return name
 
 
@@ -459,7 +482,8 @@ def build_objects(
     eigen = _eigen()
     if eigen is None:
         raise BackendError("Eigen's headers were not found (pip install cmeel-eigen)")
-    common = [*flags, *_COMMON_FLAGS, f"-I{folder}"]
+    # No include path for the folder: its sources find each other by their quotes, and nothing else finds them.
+    common = [*flags, *_COMMON_FLAGS]
     if about["dtype"] == "float32":
         common.append("-DKBT_NO_FLOAT64")
     objects = []

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +329,13 @@ BAD_NAMES = [
     "a;b",
     "é",
     "a\n",
+    "math",
+    "string",
+    "errno",
+    "pthread",
+    "newlib",
+    "m",
+    "test",
 ]
 
 
@@ -334,6 +344,57 @@ def test_only_free_identifiers_become_c_names(name: str, tmp_path: Path) -> None
     with pytest.raises(RangeError, match="name"):
         generate("cartpole", tmp_path / "c", name)
     assert not (tmp_path / "c").exists()
+
+
+def headers(compiler: str) -> set[str]:
+    """Names of the headers that a C or C++ source finds at the top level, as far as they could be names of a policy."""
+    found = set()
+    for language in ("c", "c++"):
+        said = subprocess.run(
+            [compiler, "-x", language, "-E", "-v", os.devnull], capture_output=True, text=True, check=True
+        ).stderr
+        listed = said.split("search starts here:")[-1].split("End of search list")[0]
+        for folder in map(str.strip, listed.splitlines()):
+            found |= {path.stem for path in Path(folder).glob("*.h")} if folder else set()
+    return {name for name in found if re.fullmatch(r"[a-z][a-z0-9_]{0,30}[a-z0-9]|[a-z]", name)}
+
+
+@pytest.mark.parametrize("compiler", ["cc", "arm-none-eabi-gcc"])
+def test_a_policy_that_is_called_like_a_header_compiles_or_is_refused(
+    compiler: str, folder: Path, tmp_path: Path
+) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    names = headers(compiler)
+    assert {"math", "string", "time", "errno", "assert", "stdint"} <= names
+    light = Path(shutil.copytree(folder, tmp_path / "light", ignore=shutil.ignore_patterns("*.cpp", "*.hpp", "*.md")))
+    for part in ("trunk", "state"):  # what they include is what matters here
+        source = light / f"cartpole_{part}.c"
+        included = [line for line in source.read_text().splitlines() if line.startswith("#include")]
+        source.write_text("\n".join([*included, "typedef int nothing;\n"]))
+    compiled = 0
+    for name in sorted(names):
+        try:
+            codegen.checked_name(name)
+        except RangeError:
+            continue
+        renamed = Path(shutil.copytree(light, tmp_path / "c" / name))
+        for path in list(renamed.glob("*.*")):
+            text = path.read_text().replace("cartpole", name).replace("CARTPOLE", name.upper())
+            path.unlink()
+            path.with_name(path.name.replace("cartpole", name)).write_text(text)
+        codegen.build_objects(renamed, [compiler, "-fsyntax-only"], ["true"], ["-Werror"], [])  # its C sources
+        compiled += 1
+    assert compiled > 0
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_the_sources_see_nothing_of_the_folder_but_by_quotes(folder: Path, tmp_path: Path) -> None:
+    """Whatever the name: headers of the system are not looked for among the generated ones."""
+    copy = Path(shutil.copytree(folder, tmp_path / "c"))
+    for name in ("math.h", "string.h", "stdint.h", "cmath"):
+        (copy / name).write_text("#error found\n")
+    kbt.load_generated(copy)
 
 
 def test_a_folder_of_someone_else_is_not_touched(tmp_path: Path) -> None:
