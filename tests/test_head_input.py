@@ -416,7 +416,7 @@ SETTINGS: list[tuple[str, Any, type[KbtError], dict[str, Any]]] = [
     *[("max_rows", x, RangeError, {}) for x in (0, -1, 2**20 + 1)],
     *[("max_rows", x, DtypeError, {}) for x in (1.0, "1", None, True)],
     ("max_rows", 2**20, RangeError, {"covariance": "full"}),
-    *[("dtype", x, RangeError, {}) for x in ("float16", "int32", ">f4", "nonsense", np.longdouble, complex, object())],
+    *[("dtype", x, RangeError, {}) for x in ("float16", "int32", ">f4", "nonsense", np.longdouble, complex, ...)],
     *[("seed", x, RangeError, {}) for x in (-1, 2**64)],
     *[("seed", x, DtypeError, {}) for x in (1.0, "1", None, True)],
 ]
