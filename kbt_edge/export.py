@@ -138,14 +138,15 @@ def export(
     """
     torch, _, _ = _train_extra()
     weight, bias = _weights(readout)
+    examples = tuple(map(torch.as_tensor, example_inputs))
     if settings.get("noise_var") is not None:
         settings["noise_var"] = scaled_noise(settings["noise_var"], per_output(output_scale, len(weight)))
     with tempfile.TemporaryDirectory() as folder:
-        report = export_trunk(module, example_inputs, Path(folder, "trunk.onnx"), input_names=input_names)
+        report = export_trunk(module, examples, Path(folder, "trunk.onnx"), input_names=input_names)
         file = report.path.read_bytes()
     if "max_rows" not in settings:
-        _refuse_a_batch(torch, module, example_inputs, report)
-    _compare_readout(torch, module, readout, weight, bias, Trunk(file, backend="onnxruntime"), example_inputs)
+        _refuse_a_batch(torch, module, examples, report)
+    _compare_readout(torch, module, readout, weight, bias, Trunk(file, backend="onnxruntime"), examples)
     head = Head(weight, bias, **{"max_rows": report.rows, **settings})
     how = {
         "torch": str(torch.__version__),
@@ -181,14 +182,14 @@ def _weights(readout: torch.nn.Module) -> tuple[Array, Array | None]:
 
 
 def _refuse_a_batch(
-    torch: Any, module: torch.nn.Module, example_inputs: Sequence[torch.Tensor], report: TrunkReport
+    torch: Any, module: torch.nn.Module, examples: tuple[torch.Tensor, ...], report: TrunkReport
 ) -> None:
     """Rows that come from the first axis of an input are those of one sample or a batch: only the caller knows."""
     with _evaluation(torch, module), torch.no_grad():
-        shape = tuple(module(*example_inputs).shape)
+        shape = tuple(module(*examples).shape)
     batched = [
         spec.name
-        for spec, example in zip(report.inputs, example_inputs, strict=True)
+        for spec, example in zip(report.inputs, examples, strict=True)
         if example.ndim > 1 and len(example) == report.rows
     ]
     if len(shape) == 2 and report.rows > 1 and batched:
@@ -206,7 +207,7 @@ def _compare_readout(
     weight: Array,
     bias: Array | None,
     trunk: Trunk,
-    example_inputs: Sequence[torch.Tensor],
+    examples: tuple[torch.Tensor, ...],
 ) -> None:
     """weight · trunk(x) + bias, in the way of the head, against readout(module(x)) in torch."""
     kind = type(readout).__name__
@@ -217,7 +218,7 @@ def _compare_readout(
         )
     difference = largest = terms = 0.0
     with _evaluation(torch, module), _evaluation(torch, readout), torch.no_grad():
-        for inputs in _trials(torch, tuple(example_inputs)):
+        for inputs in _trials(torch, examples):
             expected = readout(module(*inputs)).detach().cpu().double().numpy().reshape(trunk.rows, -1)
             h = trunk(*(value.numpy() for value in inputs)).astype(np.float64)
             u = h @ weight.T + (0.0 if bias is None else bias)

@@ -171,19 +171,20 @@ class Model:
 
     def _refused(self, result: object, x: Sequence[Any] = (), y: Any = None) -> NoReturn:
         """Raise what a refusal means for the arguments of the call, in their own units. Nothing runs again."""
-        inputs = list(zip(self._inputs, x, strict=False))
         if result == _core.OTHER_OWNER:
             raise RangeError(
                 "observe: expected a prediction of this model before it; the latest was made by its head, or by "
                 "another model with that head, in other units: call observe there, or predict with this model first",
                 11,
             )
+        given = {entry.name: value for entry, value in zip(self._inputs, x, strict=False)}
+        if isinstance(y, (float, np.ndarray)):
+            given["y"] = np.asarray(y)
         if result in (7, _core.TRUNK_INPUT):
-            for entry, value in inputs:
+            for entry, value in zip(self._inputs, x, strict=False):
                 entry.check(value)
-            if y is not None:
-                self._output.check(np.asarray(y))
-        given = {entry.name: value for entry, value in inputs} | ({} if y is None else {"y": np.asarray(y)})
+            if "y" in given:
+                self._output.check(given["y"])
         if result in (_core.TRUNK_INPUT, _core.TRUNK_OUTPUT):
             sizes = ", ".join(f"|{name}| up to {np.abs(value).max():.3g}" for name, value in given.items())
             raise NumericsError(f"trunk: expected an input for which its output is finite, got {sizes}")

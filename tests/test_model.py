@@ -229,8 +229,9 @@ def test_observe_learns_the_prediction_without_running_the_trunk() -> None:
     assert one.head.to_bytes() == other.head.to_bytes()
 
 
-def test_only_the_latest_prediction_can_be_observed_and_only_once() -> None:
-    model = make_model()
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_only_the_latest_prediction_can_be_observed_and_only_once(dtype: str) -> None:
+    model = make_model(head=make_head(dtype=dtype))
     before = model.head.to_bytes()
     with pytest.raises(RangeError, match="expected a predict before it"):
         model.observe(Y)
