@@ -2,8 +2,8 @@
 // errors.
 //
 // The verbs take plain arrays only (right dtype, C-contiguous, aligned). They answer
-//   None        an argument is not of that form: the caller converts it and calls again,
-//   an int      the status with which the core refused,
+//   None        an argument is not of that form, and nothing has run: the caller converts it and calls again,
+//   an int      the status with which the core refused, or one of the negative ones below,
 //   a record    the result, of the types that set_results was given.
 // So a control loop that passes plain arrays pays for one check, and every message is written in Python. The verbs are
 // called without pybind11's argument parsing (`fast` below), which would take as long as a small head.
@@ -14,7 +14,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <limits>
 #include <memory>
 #include <new>
 #include <type_traits>
@@ -41,6 +40,11 @@ namespace py = pybind11;
 #endif
 
 namespace {
+
+// Why a verb was refused before the head saw anything.
+constexpr int kTrunkInput = -1;   // the trunk refused a value of its input
+constexpr int kTrunkOutput = -2;  // the trunk's output is not finite
+constexpr int kOtherOwner = -3;   // observe: the latest prediction was made by somebody else, in other units
 
 // An array and nothing that only claims to be one: a masked array hides entries that the core would read.
 bool is_array(const py::handle &object) {
@@ -175,7 +179,8 @@ class Core {
     return array.data();
   }
 
-  py::object predict(const py::object &h) {
+  // owner: who asks, and therefore who may observe: kHead, or a number from new_owner.
+  py::object predict(const py::object &h, const py::object &owner) {
     py::ssize_t rows = 0;
     const void *input = plain(h, d_, &rows);
     if (input == nullptr) return py::none();
@@ -187,20 +192,20 @@ class Core {
     const kbt_status status =
         work([&] { return kbt_predict(head_, input, static_cast<int32_t>(count), to[0], to[1], to[2]); });
     if (status != KBT_OK) return py::int_(static_cast<int>(status));
-    one_row_ = rows < 0;
+    predicted(rows < 0, number(owner));
     return record(results().prediction, std::move(mean), std::move(cov), std::move(total_var));
   }
 
   // y: plain targets, or int32 labels (softmax). h is None to observe the latest prediction.
-  py::object learn(const py::object &h, const py::object &y, const py::object &noise) {
+  py::object learn(const py::object &h, const py::object &y, const py::object &noise, const py::object &owner) {
     py::ssize_t rows = one_row_ ? -1 : kbt_predicted_rows(head()), noise_rows = 0, noise_count = 0;
     const void *input = nullptr;
     if (!h.is_none()) {
       input = plain(h, d_, &rows);
       if (input == nullptr) return py::none();
       if (rows == 0 || rows > cfg_.max_rows) return py::int_(static_cast<int>(KBT_E_ROWS));
-    } else if (kbt_predicted_rows(head()) == 0) {
-      return py::int_(static_cast<int>(KBT_E_ORDER));
+    } else if (const int refused = cannot_observe(number(owner))) {
+      return py::int_(refused);
     }
     const int32_t count = static_cast<int32_t>(rows < 0 ? 1 : rows);
     const void *R = nullptr;
@@ -372,10 +377,25 @@ class Core {
     if (kbt_take(head(), mailbox->get()) == KBT_OK && taken_from_ != mailbox) taken_from_ = mailbox;
   }
 
+  // A prediction belongs to whoever asked for it, as only that one knows its units: the head itself or a model.
+  static constexpr long kHead = 0;
+  long new_owner() { return ++owners_; }
+  void predicted(bool one_row, long owner) {
+    one_row_ = one_row;
+    owner_ = owner;
+  }
+  int cannot_observe(long owner) const {
+    if (kbt_predicted_rows(head()) == 0) return KBT_E_ORDER;
+    return owner == owner_ ? 0 : kOtherOwner;
+  }
+  // Differs after anything that may have replaced the latest prediction.
+  std::uint64_t ticket() const { return ticket_; }
+
   // The core's work on this head: without the interpreter where that pays. Meanwhile head() refuses other threads.
   template <class F>
   kbt_status work(F f) {
     head();
+    ++ticket_;
     if (bytes_ < kWorthUnlocking) return f();
     busy_ = true;
     kbt_status status;
@@ -395,7 +415,6 @@ class Core {
     throw py::error_already_set();
   }
   py::ssize_t outputs() const { return outputs_; }
-  void set_one_row(bool one_row) { one_row_ = one_row; }
 
   std::uint64_t samples() const { return kbt_samples(head()); }
   int predicted_rows() const { return kbt_predicted_rows(head()); }
@@ -405,6 +424,11 @@ class Core {
 
  private:
   py::ssize_t width(int i) const { return cfg_.widths[i]; }
+  static long number(const py::object &owner) {
+    const long found = PyLong_AsLong(owner.ptr());
+    if (found == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    return found;
+  }
 
   Memory arena_, flight_memory_;
   std::vector<std::weak_ptr<Mailbox>> readers_;
@@ -417,6 +441,8 @@ class Core {
   py::dtype dtype_;
   py::ssize_t d_ = 0, outputs_ = 0;
   bool one_row_ = false;  // shape of the latest prediction, for observe
+  long owner_ = kHead, owners_ = kHead;
+  std::uint64_t ticket_ = 0;
 };
 
 // One control step in physical units with a single crossing into C per verb: (x - mean) / scale, the compiled trunk,
@@ -428,23 +454,28 @@ class Pipeline {
   using Doubles = std::vector<double>;
 
   // x, h: the trunk's own float32 buffers, whose memory the caller keeps alive and in place.
-  Pipeline(Core &core, std::uintptr_t trunk, py::array_t<float> x, py::array_t<float> h, Doubles mean, Doubles scale,
-           Doubles offset, Doubles output_scale)
+  Pipeline(Core &core, long owner, std::uintptr_t trunk, py::array_t<float> x, py::array_t<float> h, Doubles mean,
+           Doubles scale, const Doubles &offset, const Doubles &output_scale)
       : core_(core),
+        owner_(owner),
         trunk_(reinterpret_cast<TrunkFunction>(trunk)),
         x_(std::move(x)),
         h_(std::move(h)),
         mean_(std::move(mean)),
         scale_(std::move(scale)),
-        offset_(std::move(offset)),
-        output_scale_(std::move(output_scale)),
         rows_(h_.shape(0)),
         count_(rows_ * core.outputs()),
-        u_(static_cast<std::size_t>(count_)) {
-    for (const double s : output_scale_) log_scale_ += static_cast<double>(rows_) * std::log(s);
+        u_(static_cast<std::size_t>(count_)),
+        var_(u_.size()),
+        cov_(u_.size() * u_.size()) {
+    for (const double s : output_scale) log_scale_ += static_cast<double>(rows_) * std::log(s);
+    for (std::size_t i = 0; i < u_.size(); ++i) {
+      offset_.push_back(offset[i % offset.size()]);
+      output_scale_.push_back(output_scale[i % output_scale.size()]);
+    }
   }
 
-  // None: x is not a plain array, or the trunk refused it; the caller goes the long way, which explains.
+  // None: x is not a plain array, or there is no C function.
   py::object predict(const py::object &x) {
     core_.head();  // refuses while another thread is in it: its trunk's buffers are in use as well
     if (trunk_ == nullptr || !is_array(x)) return py::none();
@@ -457,35 +488,37 @@ class Pipeline {
     } else {
       return py::none();
     }
-    if (run_trunk() != 0) return py::none();
-    return predict_rows();
+    const int refused = run_trunk();
+    return refused == 0 ? predict_rows() : py::int_(refused == 1 ? kTrunkInput : kTrunkOutput);
   }
 
   // The rows that the trunk has left in h.
   py::object predict_rows() {
     core_.head();
     const py::ssize_t rows = rows_ == 1 ? -1 : rows_;
-    py::array mean = new_array(double_, rows, core_.outputs()), cov = new_array(float_, count_, count_);
-    py::array total_var = new_array(float_, rows, core_.outputs());
-    auto *m = static_cast<double *>(mean.mutable_data());
-    auto *c = static_cast<float *>(cov.mutable_data()), *t = static_cast<float *>(total_var.mutable_data());
+    py::array mean = new_array(double_, rows, core_.outputs()), cov = new_array(double_, count_, count_);
+    py::array total_var = new_array(double_, rows, core_.outputs());
+    auto *m = static_cast<double *>(mean.mutable_data()), *c = static_cast<double *>(cov.mutable_data());
+    auto *t = static_cast<double *>(total_var.mutable_data());
     const kbt_status status = core_.work([&] { return predict_into(m, c, t); });
     if (status != KBT_OK) return py::int_(static_cast<int>(status));
     return record(results().prediction, std::move(mean), std::move(cov), std::move(total_var));
   }
 
-  // The same without Python: m, t of `count` numbers, c of count * count.
-  kbt_status predict_into(double *m, float *c, float *t) {
-    const kbt_status status = kbt_predict(core_.unguarded(), h_.data(), static_cast<int32_t>(rows_), u_.data(), c, t);
+  // The same without Python: m, t of `count` numbers, c of count * count. In double, as the square of a scale need not
+  // fit into a float.
+  kbt_status predict_into(double *m, double *c, double *t) {
+    const kbt_status status =
+        kbt_predict(core_.unguarded(), h_.data(), static_cast<int32_t>(rows_), u_.data(), cov_.data(), var_.data());
     if (status != KBT_OK) return status;
-    core_.set_one_row(rows_ == 1);
-    for (py::ssize_t i = 0; i < count_; ++i) {
-      const double s = scale_of(i);
-      m[i] = offset_[static_cast<std::size_t>(i % core_.outputs())] +
-             s * static_cast<double>(u_[static_cast<std::size_t>(i)]);
-      t[i] = static_cast<float>(s * s * static_cast<double>(t[i]));
-      for (py::ssize_t k = 0; k < count_; ++k) {
-        c[i * count_ + k] = static_cast<float>(s * scale_of(k) * static_cast<double>(c[i * count_ + k]));
+    core_.predicted(rows_ == 1, owner_);
+    const std::size_t n = u_.size();
+    for (std::size_t i = 0; i < n; ++i) {
+      const double s = output_scale_[i];
+      m[i] = offset_[i] + s * static_cast<double>(u_[i]);
+      t[i] = s * s * static_cast<double>(var_[i]);
+      for (std::size_t k = 0; k < n; ++k) {
+        c[i * n + k] = s * output_scale_[k] * static_cast<double>(cov_[i * n + k]);
       }
     }
     return KBT_OK;
@@ -493,6 +526,7 @@ class Pipeline {
 
   // None: y is neither a number for a single output nor a plain array.
   py::object observe(const py::object &y) {
+    if (const int refused = core_.cannot_observe(owner_)) return py::int_(refused);
     double one = 0.0;
     const double *target = nullptr;
     if (PyFloat_Check(y.ptr()) && count_ == 1) {
@@ -507,21 +541,17 @@ class Pipeline {
     } else {
       return py::none();
     }
-    if (kbt_predicted_rows(core_.head()) != rows_) return py::none();
     kbt_result result{0.0, 0.0};
     const kbt_status status = core_.work([&] { return observe_target(target, &result); });
-    if (status == KBT_E_RANGE) return py::none();
     if (status != KBT_OK && status != KBT_GATED) return py::int_(static_cast<int>(status));
     core_.post();
     return update_record(status == KBT_GATED, result.nis, result.log_likelihood - log_scale_);
   }
 
-  // The same without Python. A target that float32 cannot hold is refused before the core sees it.
+  // The same without Python. What float32 cannot hold becomes infinite, and is refused by the core.
   kbt_status observe_target(const double *target, kbt_result *result) {
-    for (py::ssize_t i = 0; i < count_; ++i) {
-      const double u = (target[i] - offset_[static_cast<std::size_t>(i % core_.outputs())]) / scale_of(i);
-      if (!(std::fabs(u) <= static_cast<double>(std::numeric_limits<float>::max()))) return KBT_E_RANGE;
-      u_[static_cast<std::size_t>(i)] = static_cast<float>(u);
+    for (std::size_t i = 0; i < u_.size(); ++i) {
+      u_[i] = static_cast<float>((target[i] - offset_[i]) / output_scale_[i]);
     }
     return kbt_observe(core_.unguarded(), u_.data(), nullptr, 0, result);
   }
@@ -541,8 +571,6 @@ class Pipeline {
     const void *const inputs[] = {x_.data()};
     return trunk_(inputs, h_.mutable_data());
   }
-
-  double scale_of(py::ssize_t i) const { return output_scale_[static_cast<std::size_t>(i % core_.outputs())]; }
 
   // As the trunk's input, leading axes of length 1 left out or not.
   bool same_shape(const py::array &array) const {
@@ -564,11 +592,13 @@ class Pipeline {
   }
 
   Core &core_;
+  long owner_;
   TrunkFunction trunk_;
   py::array_t<float> x_, h_;
-  Doubles mean_, scale_, offset_, output_scale_;
+  Doubles mean_, scale_;
   py::ssize_t rows_, count_;
-  std::vector<float> u_;
+  Doubles offset_, output_scale_;  // one for each of the `count` outputs
+  std::vector<float> u_, var_, cov_;
   double log_scale_ = 0.0;
   py::dtype double_ = py::dtype::of<double>(), float_ = py::dtype::of<float>();
 };
@@ -641,8 +671,7 @@ class Loop {
   }
   static int pipeline_predict(void *self, const void *) {
     auto *loop = static_cast<Loop *>(self);
-    return loop->pipeline_->predict_into(loop->mean_.data(), reinterpret_cast<float *>(loop->cov_.data()),
-                                         reinterpret_cast<float *>(loop->total_var_.data()));
+    return loop->pipeline_->predict_into(loop->mean_.data(), loop->cov_.data(), loop->total_var_.data());
   }
   static int pipeline_observe(void *self, const void *y) {
     kbt_result result{0.0, 0.0};
@@ -700,6 +729,9 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "The compiled core of kbt_edge.";
   m.attr("ABI_VERSION") = kbt_abi_version();
   m.attr("MAX_LAYERS") = KBT_MAX_LAYERS;
+  m.attr("TRUNK_INPUT") = kTrunkInput;
+  m.attr("TRUNK_OUTPUT") = kTrunkOutput;
+  m.attr("OTHER_OWNER") = kOtherOwner;
   // By dtype: the part of an arena that depends on the machine, as it holds pointers. The rest is numbers.
   m.attr("RECORD_BYTES") = py::make_tuple(sizeof(kbt::Head<float>), sizeof(kbt::Head<double>));
   m.def("status_str", [](int status) { return kbt_status_str(static_cast<kbt_status>(status)); });
@@ -769,8 +801,8 @@ PYBIND11_MODULE(_core, m) {
     return std::make_shared<Mailbox>(core.head());
   }));
   py::class_<Core> core(m, "Core");
-  fast<Core, &Core::predict, 1>(core, "predict");
-  fast<Core, &Core::learn, 3>(core, "learn");
+  fast<Core, &Core::predict, 2>(core, "predict");
+  fast<Core, &Core::learn, 4>(core, "learn");
   core.def(py::init<const kbt_config &>())
       .def("set_prior", &Core::set_prior)
       .def("set_means", &Core::set_means)
@@ -789,6 +821,8 @@ PYBIND11_MODULE(_core, m) {
       .def("load", &Core::load)
       .def("post_to", &Core::post_to)
       .def("take", &Core::take)
+      .def("new_owner", &Core::new_owner)
+      .def_property_readonly("ticket", &Core::ticket)
       .def_property_readonly("samples", &Core::samples)
       .def_property_readonly("predicted_rows", &Core::predicted_rows)
       .def_property_readonly("one_row", &Core::one_row)
@@ -799,7 +833,7 @@ PYBIND11_MODULE(_core, m) {
   fast<Pipeline, &Pipeline::predict, 1>(pipeline, "predict");
   fast<Pipeline, &Pipeline::predict_rows, 0>(pipeline, "predict_rows");
   fast<Pipeline, &Pipeline::observe, 1>(pipeline, "observe");
-  pipeline.def(py::init<Core &, std::uintptr_t, py::array_t<float>, py::array_t<float>, Pipeline::Doubles,
+  pipeline.def(py::init<Core &, long, std::uintptr_t, py::array_t<float>, py::array_t<float>, Pipeline::Doubles,
                         Pipeline::Doubles, Pipeline::Doubles, Pipeline::Doubles>(),
                py::keep_alive<1, 2>());
 

@@ -42,7 +42,7 @@ static PlantState start_of(uint32_t trial) {
   return drawn(1000000U + trial, 2.5F, 2.5F, 0.5F, 0.5F);
 }
 
-static kbt_status predict(PlantState s, double *force, float *total_var) {
+static kbt_status predict(PlantState s, double *force, double *total_var) {
   const double x[4] = {s.x, s.v, s.theta, s.omega};
   return cartpole_predict(x, force, NULL, total_var);
 }
@@ -76,9 +76,9 @@ static uint32_t state_hash(void) {
   return hash;
 }
 
-static void print_row(int period, PlantState s, double force, float total_var) {
+static void print_row(int period, PlantState s, double force, double total_var) {
   printf("  %5.1f  %7.2f  %7.2f  %7.3f  %7.3f  %9.2f  %8.2f\n", (double)period / PLANT_RATE, (double)s.x, (double)s.v,
-         (double)s.theta, (double)s.omega, force, (double)sqrtf(total_var));
+         (double)s.theta, (double)s.omega, force, sqrt(total_var));
 }
 
 /* Closes the loop from one start. Returns the seconds until the fall, or 0 if it ended balanced, -1 if neither. */
@@ -88,8 +88,8 @@ static float trial(uint32_t number, int show) {
   int period, balanced = 1;
   if (show) printf("\n  t (s)    x (m)  v (m/s)    theta    omega  force (N)   std (N)\n");
   for (period = 0; period < periods; ++period) {
-    double force = 0.0;
-    float total_var = 0.0F, push;
+    double force = 0.0, total_var = 0.0;
+    float push;
     if (!must(predict(s, &force, &total_var), "predict")) return -1.0F;
     if (show &&
         (period % PLANT_RATE == 0 ? period <= 5 * PLANT_RATE || period % (5 * PLANT_RATE) == 0 : period == 25)) {
@@ -146,8 +146,8 @@ static int count_instructions(void) {
     const PlantState s = sample(1000U + k);
     const double x[4] = {s.x, s.v, s.theta, s.omega}, target = (double)plant_expert(s);
     uint32_t before, between, after, state = k;
-    double force;
-    float h[16], u, cov, total_var, y;
+    double force, cov, total_var;
+    float h[16], u, head_cov, head_total_var, y;
     int i, status;
     before = board_ticks();
     status = cartpole_predict(x, &force, &cov, &total_var);
@@ -159,7 +159,7 @@ static int count_instructions(void) {
     for (i = 0; i < 16; ++i) h[i] = draw(&state, k % 2 == 0 ? 3.0F : 0.01F);
     y = draw(&state, 3.0F);
     before = board_ticks();
-    status |= kbt_predict(cartpole_head(), h, 1, &u, &cov, &total_var);
+    status |= kbt_predict(cartpole_head(), h, 1, &u, &head_cov, &head_total_var);
     between = board_ticks();
     status |= kbt_observe(cartpole_head(), &y, NULL, 0, NULL);
     after = board_ticks();

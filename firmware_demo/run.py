@@ -91,7 +91,7 @@ def generate(folder: Path, hidden: int = 32) -> Path:
 
 
 def make_bundle(folder: Path, hidden: int) -> Path:
-    shipped = kbt.Model.load("cartpole")
+    shipped = kbt.Model.load("kbt_edge:cartpole")
     readout = shipped.head.layers[0].mean
     if len(shipped.head.layers) != 1:
         raise RuntimeError("the shipped cart-pole bundle was expected to have one linear layer, the readout itself")

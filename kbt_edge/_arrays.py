@@ -22,18 +22,40 @@ def plain_array(name: str, value: object) -> Array:
         raise DtypeError(f"{name}: expected an array of numbers, got {type(value).__name__} ({error})") from None
 
 
-def real_array(name: str, value: object, dtype: npt.DTypeLike) -> Array:
-    """A C-contiguous, finite array of ``dtype``. Integers and other float widths are converted, nothing else is."""
-    given = plain_array(name, value)
-    if given.dtype.kind not in "fiu" or given.dtype.hasobject:
+def check_real(name: str, given: Array) -> None:
+    if given.dtype.kind not in "fiu":
         raise DtypeError(f"{name}: expected real numbers, got an array of dtype {given.dtype}")
-    _check_finite(name, given)
-    with np.errstate(over="ignore"):
-        array = np.ascontiguousarray(given, dtype=dtype).reshape(given.shape)  # ascontiguousarray makes 0-d into 1-d
+
+
+def cast(name: str, given: Array, dtype: npt.DTypeLike) -> Array:
+    """A C-contiguous array of ``dtype``. Integers and other float widths are converted, nothing else is.
+
+    What is not finite stays so, and what does not fit becomes infinite: ``check_finite`` tells the two apart.
+    """
+    check_real(name, given)
+    wanted = np.dtype(dtype)
+    with np.errstate(all="ignore"):
+        array = np.ascontiguousarray(given, dtype=wanted).reshape(given.shape)  # ascontiguousarray makes 0-d into 1-d
+    return array if array.flags.aligned and array.dtype is wanted else array.astype(wanted)
+
+
+def check_finite(name: str, given: Array, array: Array) -> None:
+    """Name the first number of ``given`` that is not finite, or whose conversion in ``array`` is not."""
+    if given.dtype.kind == "f" and not np.isfinite(given).all():
+        where = tuple(int(i) for i in np.argwhere(~np.isfinite(given))[0])
+        place = f" at index {where if len(where) != 1 else where[0]}" if where else ""
+        raise NumericsError(f"{name}: expected finite numbers, got {given[where]}{place}")
     if not np.isfinite(array).all():
         worst = given.flat[int(np.argmax(~np.isfinite(array)))]
-        raise NumericsError(f"{name}: expected numbers that fit into {np.dtype(dtype).name}, got {worst}")
-    return _aligned(array)
+        raise NumericsError(f"{name}: expected numbers that fit into {array.dtype.name}, got {worst}")
+
+
+def real_array(name: str, value: object, dtype: npt.DTypeLike) -> Array:
+    """``value`` as ``cast`` makes it, if it is finite."""
+    given = plain_array(name, value)
+    array = cast(name, given, dtype)
+    check_finite(name, given, array)
+    return array
 
 
 def labels_array(name: str, value: object, classes: int) -> npt.NDArray[np.int32]:
@@ -45,19 +67,8 @@ def labels_array(name: str, value: object, classes: int) -> npt.NDArray[np.int32
     if outside.any():
         bad = given[outside].flat[0]
         raise RangeError(f"{name}: expected class labels in 0..{classes - 1}, got {bad}")
-    return _aligned(np.ascontiguousarray(given, dtype=np.int32).reshape(given.shape))
+    return cast(name, given, np.int32)
 
 
 def shape_error(name: str, expected: str, array: Array) -> ShapeError:
     return ShapeError(f"{name}: expected shape {expected}, got {array.shape}")
-
-
-def _aligned(array: Array) -> Array:
-    return array if array.flags.aligned else array.copy()
-
-
-def _check_finite(name: str, array: Array) -> None:
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        where = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
-        place = f" at index {where if len(where) != 1 else where[0]}" if where else ""
-        raise NumericsError(f"{name}: expected finite numbers, got {array[where]}{place}")

@@ -48,6 +48,7 @@ MAX_WIDTH: Final = 2**22
 MAX_MAGNITUDE: Final = 1e30
 MAX_TEXT: Final = 1000
 
+PREFIX: Final = "kbt_edge:"  # of the names of shipped bundles
 _SHIPPED = Path(__file__).parent / "bundles"
 _OUTPUTS, _DTYPES = ("gaussian", "softmax"), ("float32", "float64")
 
@@ -82,18 +83,35 @@ class Bundle:
 
 
 def find(name_or_path: str | os.PathLike[str]) -> Path:
-    """The folder of a bundle: a path, or the bare name of a bundle shipped inside the package.
+    """The folder of a bundle: a path, or the name of a bundle shipped inside the package.
 
-    A bundle of that name in the working directory comes first, so that what was saved as "cartpole" is loaded again.
+    "cartpole" is a folder of that name in the working directory, or the shipped bundle. If there are both, it is
+    refused: write "./cartpole" for the folder, "kbt_edge:cartpole" for the shipped one.
     """
     path = Path(name_or_path)
-    bare = isinstance(name_or_path, str) and path.name == name_or_path
-    if bare and not (path / JSON).exists() and (_SHIPPED / path / JSON).exists():
+    if isinstance(name_or_path, str) and name_or_path.startswith(PREFIX):
+        name = name_or_path.removeprefix(PREFIX)
+        if name not in _shipped():
+            raise BundleError(f"{name_or_path}: expected a bundle of the package ({', '.join(_shipped()) or 'none'})")
+        return _SHIPPED / name
+    if not isinstance(name_or_path, str) or path.name != name_or_path:
+        return path
+    local, shipped = (path / JSON).exists(), name_or_path in _shipped()
+    if local and shipped:
+        raise BundleError(
+            f"{path}: the name of a bundle of the package and of a bundle in this folder; "
+            f'write "./{path}" for the one in this folder or "{PREFIX}{path}" for the one of the package'
+        )
+    if shipped:
         return _SHIPPED / path
-    if bare and not path.exists():
-        shipped = ", ".join(sorted(entry.parent.name for entry in _SHIPPED.glob(f"*/{JSON}"))) or "none"
-        raise BundleError(f"{path}: expected a folder, or a bundle of the package ({shipped}); there is neither")
+    if not path.exists():
+        names = ", ".join(_shipped()) or "none"
+        raise BundleError(f"{path}: expected a folder, or a bundle of the package ({names}); there is neither")
     return path
+
+
+def _shipped() -> list[str]:
+    return sorted(entry.parent.name for entry in _SHIPPED.glob(f"*/{JSON}"))
 
 
 def is_shipped(folder: Path) -> bool:
@@ -294,6 +312,8 @@ def _checked(value: Any, path: Path) -> dict[str, Any]:
         check.numbers("head.scale", head["scale"], {1, head["widths"][-1]}, 1 / MAX_MAGNITUDE)
     if head["widths"][0] != trunk["d"]:
         check.refuse("head.widths[0]", f"trunk.d = {trunk['d']}", head["widths"][0])
+    if head["max_rows"] < trunk["rows"]:
+        check.refuse("head.max_rows", f"at least trunk.rows = {trunk['rows']}", head["max_rows"])
 
     made = value["made"]
     if not isinstance(made, dict) or len(made) > MAX_INPUTS:

@@ -1,7 +1,8 @@
 """The command ``kbt-edge``.
 
 Results go to stdout, as text or with ``--json`` as one JSON object; progress goes to stderr, and only to a terminal.
-Exit codes: 0 for success, 1 for an error of kbt_edge (its message on stderr), 2 for a call that was not understood.
+Exit codes: 0 for success, 1 for an error (one line on stderr: of kbt_edge, of the system, or a package that is not
+installed), 2 for a call that was not understood.
 
 A command is a line in ``COMMANDS`` and a class with three functions: ``arguments`` adds its options to a parser,
 ``run`` does the work and returns the result as plain data, ``text`` writes that result for people. Its module is
@@ -11,6 +12,7 @@ imported when it is called, so no command needs a package that only another one 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -56,8 +58,37 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 }
 
 
+# The extra of kbt-edge that brings a package.
+EXTRAS: Final = {
+    "scipy": "demo",
+    "matplotlib": "demo",
+    "torch": "train",
+    "onnx": "train",
+    "onnxscript": "train",
+    "emx_onnx_cgen": "codegen",
+    "joblib": "repro",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return _run(sys.argv[1:] if argv is None else list(argv))
+    except KbtError as error:
+        return _failed(str(error))
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise  # a bug, or a broken installation: the traceback says more
+        return _failed(f"this command needs {package} (pip install 'kbt-edge[{EXTRAS[package]}]')")
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        return 0
+    except OSError as error:
+        return _failed(": ".join(str(part) for part in (error.filename, error.strerror) if part) or str(error))
+
+
+def _run(argv: list[str]) -> int:
     if " ".join(argv[:2]) in COMMANDS:  # a command of two words
         argv[:2] = [" ".join(argv[:2])]
     parser = argparse.ArgumentParser(prog="kbt-edge", description="A pre-trained transformer that keeps learning.")
@@ -73,19 +104,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             subparser.add_argument("--json", action="store_true", help="write the result as JSON")
     options = parser.parse_args(argv)  # leaves with code 2 unless the first word is a command
     assert command is not None
+    result = command.run(options)
+    text = json.dumps(result, indent=2, allow_nan=False) if options.json else command.text(result)
     try:
-        result = command.run(options)
-        text = json.dumps(result, indent=2, allow_nan=False) if options.json else command.text(result)
         print(_printable(text), flush=True)
-        return int(result.get("exit_code", 0))  # a command may have something to say to a script
-    except KbtError as error:
-        print(f"kbt-edge: {_printable(str(error))}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    except OSError:
+        with contextlib.suppress(OSError):  # or the interpreter would try again when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+    return int(result.get("exit_code", 0))  # a command may have something to say to a script
+
+
+def _failed(message: str) -> int:
+    print("kbt-edge: " + " ".join(_printable(message).split("\n")), file=sys.stderr)
+    return 1
 
 
 def progress(message: str) -> None:

@@ -38,12 +38,12 @@ from kbt_edge import bundle as bundles
 from kbt_edge._compiled import BackendError, CArray, trunk_source, try_out
 from kbt_edge._onnxfile import read_onnx
 from kbt_edge._version import __version__
-from kbt_edge.errors import BundleError, RangeError, ShapeError
+from kbt_edge.errors import BundleError, RangeError
 from kbt_edge.model import Model
 
 __all__ = ["Codegen", "generate"]
 
-FORMAT: Final = 1
+FORMAT: Final = 2  # 1: cov and total_var of a float32 head were float
 MANIFEST: Final = "codegen.json"
 CORE: Final = ("kbt/kbt.cpp", "kbt/kbt_store.c")
 EXTRA: Final = ("kbt/kbt_flight.cpp",)  # packed as well, and linked by who calls it
@@ -56,6 +56,23 @@ _TAKEN: Final = re.compile(
     "long|main|mutable|namespace|new|noexcept|not|nullptr|operator|or|override|private|protected|public|register|"
     "requires|restrict|return|short|signed|sizeof|static|std|struct|switch|template|this|throw|true|try|typedef|typeid|"
     "typename|union|unsigned|using|virtual|void|volatile|while|xor"
+)
+
+# NAME.h must not be found instead of a header of C, POSIX or newlib. (No include path of ours leads to it, but that of
+# a sketch or a project of the user's may.) And a CMake target may not be called like one of CMake's or of libm.
+_HEADERS: Final = re.compile(
+    "aio|alloca|ar|argp|argz|assert|byteswap|complex|cpio|ctype|devctl|dirent|dlfcn|elf|endian|envlock|envz|err|"
+    "errno|error|execinfo|fastmath|fcntl|features|fenv|float|fmtmsg|fnmatch|fpu_control|ftw|getopt|glob|grp|iconv|"
+    "ieee754|ieeefp|ifaddrs|inttypes|iso646|langinfo|libgen|libintl|limits|link|locale|malloc|math|memory|monetary|"
+    "mqueue|ndbm|netdb|newlib|nl_types|obstack|paths|poll|printf|pthread|pty|pwd|reent|regdef|regex|regexp|resolv|"
+    "sched|search|semaphore|setjmp|sgtty|shadow|signal|spawn|stdalign|stdarg|stdatomic|stdbit|stdbool|stdckdint|"
+    "stddef|stdfix|stdint|stdio|stdio_ext|stdlib|stdnoreturn|string|strings|stropts|syscall|sysexits|syslimits|"
+    "syslog|tar|termio|termios|tgmath|threads|time|trace|uchar|ucontext|ulimit|unctrl|unistd|unwind|utime|utmp|utmpx|"
+    "values|varargs|wait|wchar|wctype|wordexp|xlocale"
+)
+_TARGETS: Final = re.compile(
+    "all|c|clean|codegen|depend|edit_cache|gcc|help|install|list_install_components|m|package|package_source|"
+    "preinstall|rebuild_cache|test"
 )
 
 # As in CMakeLists.txt: what the same bits depend on, and what keeps a heap and exceptions out.
@@ -85,7 +102,7 @@ def generate(
     name = checked_name(source.absolute().name if name is None else name)
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        read_manifest(target)  # refuses what is not ours to replace
+        read_manifest(target, oldest=1)  # refuses what is not ours to replace
     model = Model.load(bundle)
     policy = _Policy(name, model)
     files = policy.files()
@@ -116,6 +133,12 @@ def checked_name(name: object) -> str:
         )
     if "__" in name or _TAKEN.fullmatch(name):
         raise RangeError(f"name: expected an identifier that C, C++ and the core leave free, got {name!r}")
+    if _HEADERS.fullmatch(name):
+        raise RangeError(f"name: expected one that is no header of C, POSIX or newlib, got {name!r}; add a word to it")
+    if _TARGETS.fullmatch(name):
+        raise RangeError(
+            f"name: expected one that is no target of CMake and no library, got {name!r}; add a word to it"
+        )
     return name
 
 
@@ -142,7 +165,7 @@ def _write(folder: Path, files: Mapping[str, bytes], manifest: dict[str, Any]) -
     manifest["files"] = {path: hashlib.sha256(content).hexdigest() for path, content in sorted(files.items())}
     try:
         if (folder / MANIFEST).exists():
-            for path in read_manifest(folder)["files"].keys() - files.keys():
+            for path in read_manifest(folder, oldest=1)["files"].keys() - files.keys():
                 if re.fullmatch(r"(kbt/)?[A-Za-z]\w*\.\w+", path):
                     (folder / path).unlink(missing_ok=True)
         (folder / "kbt").mkdir(parents=True, exist_ok=True)
@@ -153,13 +176,18 @@ def _write(folder: Path, files: Mapping[str, bytes], manifest: dict[str, Any]) -
         raise BundleError(f"{folder}: cannot be written: {error.strerror or error}") from error
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path, oldest: int = FORMAT) -> dict[str, Any]:
     try:
         found = json.loads((folder / MANIFEST).read_bytes())
     except (OSError, ValueError):
         found = None
-    if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("files"), dict):
+    if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
         raise BundleError(f"{folder}: expected a folder written by kbt-edge codegen, found no {MANIFEST} of its kind")
+    if found.get("format") not in range(oldest, FORMAT + 1):
+        raise BundleError(
+            f"{folder}: written by another version of kbt-edge codegen (format {found.get('format')!r}, here "
+            f"{FORMAT}); generate it again"
+        )
     return found
 
 
@@ -170,9 +198,6 @@ class _Policy:
         self.name, self.model, self.bundle = name, model, model.bundle()
         trunk, head = model.trunk, model.head
         self.rows, self.outputs = trunk.rows, head.d_o
-        most = head.config["max_rows"]
-        if self.rows > most:
-            raise ShapeError(f"bundle: expected a trunk of at most max_rows = {most} rows, it has {self.rows}")
         self.softmax = head.config["output"] == "softmax"
         self.double = head.config["dtype"] == "float64"
         config = _core.state_config(self.bundle.head)
@@ -257,8 +282,8 @@ class _Policy:
             parameters.append(f"const double {x}[{size}]")
             comments.append(f"{x}: {shape} in physical units")
             constants += [
-                _array("double", f"{x}_mean", np.broadcast_to(entry.mean, (features,))),
-                _array("double", f"{x}_scale", np.broadcast_to(entry.scale, (features,))),
+                _array(f"{x}_mean", np.broadcast_to(entry.mean, (features,))),
+                _array(f"{x}_scale", np.broadcast_to(entry.scale, (features,))),
             ]
             i = "i" if size == features else f"i % {features}"
             code += [
@@ -285,29 +310,23 @@ class _Policy:
 
     def _around_the_head(self) -> dict[str, str]:
         """From the head's output to y in physical units, and back for its target."""
-        sizes, limit = self._sizes(), "" if self.double else "\n    if (fabs(u) > (double)FLT_MAX) return KBT_E_RANGE;"
+        sizes = self._sizes()
         if self.softmax:  # probabilities have no units
             pieces = {"output_constants": "", "to_physical": _PROBABILITIES, "to_head": _PROBABILITY_TARGET}
             pieces |= {"physical_result": "", "labels_declared": _LABELS_DECLARED, "labels": _LABELS}
             return {key: _replaced(text, sizes) for key, text in pieces.items()}
         scale = np.broadcast_to(self.model.output_scale, (self.outputs,))
-        each = np.broadcast_to(scale, (self.rows, self.outputs)).ravel()
-        # Products of scales as Model has them: in double, except on its long way for a float32 head.
-        kind = "double" if self.double or self.model._pipeline is not None else "float"
-        dtype = np.float64 if kind == "double" else np.float32
         log_scale = 0.0
         for value in scale.tolist():
             log_scale += self.rows * math.log(value)
         constants = [
-            _array("double", "y_offset", np.broadcast_to(self.model.output_offset, (self.outputs,))),
-            _array("double", "y_scale", scale),
-            _array(kind, "cov_scale", np.outer(each, each).astype(dtype).ravel()),
-            _array(kind, "var_scale", (each * each).astype(dtype)),
+            _array("y_offset", np.broadcast_to(self.model.output_offset, (self.outputs,))),
+            _array("y_scale", scale),
             f"static const double log_scale = {log_scale.hex()};",
         ]
         pieces = {"to_physical": _TO_PHYSICAL, "to_head": _TO_HEAD, "labels_declared": "", "labels": ""}
         pieces |= {"physical_result": "\n  if (result != NULL) result->log_likelihood -= log_scale;"}
-        pieces = {key: _replaced(text, {**sizes, "limit": limit}) for key, text in pieces.items()}
+        pieces = {key: _replaced(text, sizes) for key, text in pieces.items()}
         return {**pieces, "output_constants": "\n".join(constants)}
 
     def _words(self) -> dict[str, str]:
@@ -344,19 +363,23 @@ class _Policy:
 
 
 _TO_PHYSICAL: Final = """\
-  for (int i = 0; i < @count@; ++i) {
-    mean[i] = y_offset[i % @outputs@] + y_scale[i % @outputs@] * (double)u[i];
-    if (total_var != NULL) total_var[i] = (@real@)(var_scale[i] * total_var[i]);
+  for (size_t i = @count@; i-- > 0;) {
+    const double scale = y_scale[i % @outputs@];
+    mean[i] = y_offset[i % @outputs@] + scale * (double)u[i];
+    if (total_var != NULL) total_var[i] = scale * scale * head_value(total_var, i);
   }
-  for (int i = 0; cov != NULL && i < @count_squared@; ++i) cov[i] = (@real@)(cov_scale[i] * cov[i]);"""
-_TO_HEAD: Final = """\
-  @real@ target[@count@];
-  for (int i = 0; i < @count@; ++i) {
-    const double u = (y[i] - y_offset[i % @outputs@]) / y_scale[i % @outputs@];
-    if (!isfinite(u)) return KBT_E_NONFINITE;@limit@
-    target[i] = (@real@)u;
+  for (size_t i = @count_squared@; cov != NULL && i-- > 0;) {
+    cov[i] = y_scale[i / @count@ % @outputs@] * y_scale[i % @count@ % @outputs@] * head_value(cov, i);
   }"""
-_PROBABILITIES: Final = "  for (int i = 0; i < @count@; ++i) mean[i] = (double)u[i];"
+_TO_HEAD: Final = """\
+  @real@ target[@count@]; /* what does not fit becomes infinite, and is refused by the head */
+  for (int i = 0; i < @count@; ++i) target[i] = (@real@)((y[i] - y_offset[i % @outputs@]) / y_scale[i % @outputs@]);"""
+_PROBABILITIES: Final = """\
+  for (size_t i = @count@; i-- > 0;) {
+    mean[i] = (double)u[i];
+    if (total_var != NULL) total_var[i] = head_value(total_var, i);
+  }
+  for (size_t i = @count_squared@; cov != NULL && i-- > 0;) cov[i] = head_value(cov, i);"""
 _PROBABILITY_TARGET: Final = """\
   @real@ target[@count@];
   for (int i = 0; i < @count@; ++i) target[i] = (@real@)y[i];"""
@@ -385,11 +408,11 @@ def _rounded(count: int, unit: int) -> int:
     return (count + unit - 1) // unit * unit
 
 
-def _array(kind: str, name: str, values: npt.NDArray[Any]) -> str:
+def _array(name: str, values: npt.NDArray[Any]) -> str:
     """A constant with every bit, as hexadecimal floating-point numbers."""
-    numbers = [float(value).hex() + ("F" if kind == "float" else "") for value in values]
+    numbers = [float(value).hex() for value in values]
     rows = (", ".join(numbers[i : i + 4]) for i in range(0, len(numbers), 4))
-    return f"static const {kind} {name}[{len(numbers)}] = {{\n    " + ",\n    ".join(rows) + "};"
+    return f"static const double {name}[{len(numbers)}] = {{\n    " + ",\n    ".join(rows) + "};"
 
 
 # ---- what it takes on a Cortex-M4F -----------------------------------------------------------------------------------
@@ -460,7 +483,8 @@ def build_objects(
     eigen = _eigen()
     if eigen is None:
         raise BackendError("Eigen's headers were not found (pip install cmeel-eigen)")
-    common = [*flags, *_COMMON_FLAGS, f"-I{folder}"]
+    # No include path for the folder: its sources find each other by their quotes, and nothing else finds them.
+    common = [*flags, *_COMMON_FLAGS]
     if about["dtype"] == "float32":
         common.append("-DKBT_NO_FLOAT64")
     objects = []

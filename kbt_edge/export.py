@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kbt_edge.errors import BundleError, KbtError, NumericsError, RangeError
+from kbt_edge._arrays import Array
+from kbt_edge.errors import BundleError, KbtError, NumericsError, RangeError, ShapeError
 from kbt_edge.head import Head
 from kbt_edge.model import Model, Scaling, per_output, scaled_noise
 from kbt_edge.trunk import BackendError, TensorSpec, Trunk
@@ -34,6 +35,7 @@ __all__ = ["TrunkReport", "export", "export_trunk"]
 
 OPSET: Final = 20
 TOLERANCE: Final = 1e-5  # of ONNX against torch, relative to the largest output
+READOUT_TOLERANCE: Final = 1e-4  # of the readout against torch, relative to the sum of its terms
 LAYOUT: Final = {
     "Cast",
     "Concat",
@@ -111,7 +113,7 @@ def export_trunk(
 
 def export(
     module: torch.nn.Module,
-    readout: torch.nn.Linear,
+    readout: torch.nn.Module,
     example_inputs: Sequence[torch.Tensor],
     path: str | os.PathLike[str],
     *,
@@ -127,17 +129,25 @@ def export(
 
     ``example_inputs`` are as the module takes them, see ``export_trunk``. The scaling says in which units it was
     trained, see ``Model``: it gets (x - input_mean) / input_scale, and y = output_offset + output_scale · readout.
-    ``settings`` are those of ``Head``, with ``noise_var`` in squared units of y. ``made`` is kept in the bundle.
+    ``settings`` are those of ``Head``, with ``noise_var`` in squared units of y, and ``max_rows`` as many as the trunk
+    has by default. ``made`` is kept in the bundle.
+
+    ``readout`` is a ``torch.nn.Linear``, or a module that has its ``weight`` and ``bias`` and computes the same; a
+    ``Conv1D`` keeps its weight transposed and is known by its name. What the head takes over is compared with it on the
+    inputs of ``export_trunk``. A batch of several samples is refused, as it would become the rows of one sample.
     """
     torch, _, _ = _train_extra()
-    weight = readout.weight.detach().numpy()
-    bias = None if readout.bias is None else readout.bias.detach().numpy()
-    if "noise_var" in settings:
+    weight, bias = _weights(readout)
+    examples = tuple(map(torch.as_tensor, example_inputs))
+    if settings.get("noise_var") is not None:
         settings["noise_var"] = scaled_noise(settings["noise_var"], per_output(output_scale, len(weight)))
-    head = Head(weight, bias, **settings)
     with tempfile.TemporaryDirectory() as folder:
-        report = export_trunk(module, example_inputs, Path(folder, "trunk.onnx"), input_names=input_names)
+        report = export_trunk(module, examples, Path(folder, "trunk.onnx"), input_names=input_names)
         file = report.path.read_bytes()
+    if "max_rows" not in settings:
+        _refuse_a_batch(torch, module, examples, report)
+    _compare_readout(torch, module, readout, weight, bias, Trunk(file, backend="onnxruntime"), examples)
+    head = Head(weight, bias, **{"max_rows": report.rows, **settings})
     how = {
         "torch": str(torch.__version__),
         "onnxruntime against torch": f"largest difference {report.max_abs_diff:.1e}, largest output {report.scale:.1e}",
@@ -154,6 +164,77 @@ def export(
     )
     model.save(path)
     return model
+
+
+def _weights(readout: torch.nn.Module) -> tuple[Array, Array | None]:
+    """Weight (d_o, d) and bias of the readout."""
+    try:
+        weight: Array = readout.weight.detach().cpu().double().numpy()  # type: ignore[operator]
+        bias: Array | None = None
+        if readout.bias is not None:
+            bias = readout.bias.detach().cpu().double().numpy()  # type: ignore[operator]
+    except AttributeError as error:
+        raise RangeError(
+            f"readout: expected a torch.nn.Linear, or a module with its weight and bias, got "
+            f"{type(readout).__name__} ({error})"
+        ) from None
+    return (weight.T if type(readout).__name__ == "Conv1D" and weight.ndim == 2 else weight), bias
+
+
+def _refuse_a_batch(
+    torch: Any, module: torch.nn.Module, examples: tuple[torch.Tensor, ...], report: TrunkReport
+) -> None:
+    """Rows that come from the first axis of an input are those of one sample or a batch: only the caller knows."""
+    with _evaluation(torch, module), torch.no_grad():
+        shape = tuple(module(*examples).shape)
+    batched = [
+        spec.name
+        for spec, example in zip(report.inputs, examples, strict=True)
+        if example.ndim > 1 and len(example) == report.rows
+    ]
+    if len(shape) == 2 and report.rows > 1 and batched:
+        raise ShapeError(
+            f"example_inputs: expected one sample, got an output of shape {shape} and {report.rows} as the first axis "
+            f"of {', '.join(map(repr, batched))}, which looks like a batch of {report.rows} samples. Pass one of them, "
+            f"with 1 as the first axis; or, if these are the rows of one sample, say so with max_rows={report.rows}"
+        )
+
+
+def _compare_readout(
+    torch: Any,
+    module: torch.nn.Module,
+    readout: torch.nn.Module,
+    weight: Array,
+    bias: Array | None,
+    trunk: Trunk,
+    examples: tuple[torch.Tensor, ...],
+) -> None:
+    """weight · trunk(x) + bias, in the way of the head, against readout(module(x)) in torch."""
+    kind = type(readout).__name__
+    if weight.ndim != 2 or weight.shape[1] != trunk.d:
+        raise ShapeError(
+            f"readout: expected a weight of shape (outputs, {trunk.d}), as the trunk's rows have {trunk.d} numbers, "
+            f"got {weight.shape} in a {kind}"
+        )
+    difference = largest = terms = 0.0
+    with _evaluation(torch, module), _evaluation(torch, readout), torch.no_grad():
+        for inputs in _trials(torch, examples):
+            expected = readout(module(*inputs)).detach().cpu().double().numpy().reshape(trunk.rows, -1)
+            h = trunk(*(value.numpy() for value in inputs)).astype(np.float64)
+            u = h @ weight.T + (0.0 if bias is None else bias)
+            if u.shape != expected.shape:
+                raise ShapeError(
+                    f"readout: expected outputs of shape {u.shape}, as its weight says, got {expected.shape}"
+                )
+            difference = max(difference, float(np.abs(u - expected).max()))
+            largest = max(largest, float(np.abs(expected).max()))
+            terms = max(terms, float((np.abs(h) @ np.abs(weight.T)).max()))
+    if not difference <= READOUT_TOLERANCE * terms:
+        raise NumericsError(
+            f"readout: expected weight · h + bias to be what {kind} computes, they differ by {difference:.1e} where "
+            f"outputs reach {largest:.1e}. Its weight may be stored transposed, (inputs, outputs), or it may do more "
+            "than multiply and add; put the same weights into a torch.nn.Linear"
+        )
 
 
 def _train_extra() -> tuple[Any, Any, Any]:
@@ -257,15 +338,21 @@ def _strip(model: Any) -> None:
 
 def _compare(torch: Any, module: torch.nn.Module, trunk: Trunk, examples: tuple[Any, ...]) -> tuple[float, float]:
     """Largest difference and largest output over the example and variations of it."""
-    generator = torch.Generator().manual_seed(0)
     difference = scale = 0.0
-    for trial in range(TRIALS):
-        inputs = examples if trial == 0 else tuple(_variation(torch, example, generator) for example in examples)
+    for inputs in _trials(torch, examples):
         expected = module(*inputs).detach().numpy().astype(np.float64).reshape(trunk.rows, trunk.d)
         h = trunk(*(value.numpy() for value in inputs))
         difference = max(difference, float(np.abs(h - expected).max()))
         scale = max(scale, float(np.abs(expected).max()))
     return difference, scale
+
+
+def _trials(torch: Any, examples: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """The example, and variations of it."""
+    generator = torch.Generator().manual_seed(0)
+    yield examples
+    for _ in range(TRIALS - 1):
+        yield tuple(_variation(torch, example, generator) for example in examples)
 
 
 def _variation(torch: Any, example: Any, generator: Any) -> Any:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kbt_edge import _core
-from kbt_edge._arrays import Array, labels_array, real_array, shape_error
+from kbt_edge._arrays import Array, cast, labels_array, plain_array, shape_error
 from kbt_edge._compiled import BackendError
 from kbt_edge.codegen import build_objects, call, checked_name, compiler, read_manifest
 from kbt_edge.errors import BundleError, DtypeError, KbtError, NumericsError, RangeError, ShapeError
@@ -90,37 +90,44 @@ class Generated:
                 raise BackendError(f"{folder}: the compiled policy cannot be loaded: {error}") from error
         self._rows, self._outputs = int(about["rows"]), int(about["outputs"])
         self._shape = (self._outputs,) if self._rows == 1 else (self._rows, self._outputs)
-        self._real = np.dtype(about["dtype"])
+        self._calls = 0  # of whatever may replace the latest prediction
         self._must(self._function("init")())
         self._head = self._function("head")()
         self.flash = Flash(int(about["slot_bytes"]))
         self._store = self._make_store()
 
     def predict(self, *x: npt.ArrayLike) -> Prediction:
-        """As ``Model.predict``, one array per input. The mean is always float64."""
+        """As ``Model.predict``, one array per input."""
         specs = self._about["inputs"]
         if len(x) != len(specs):
             raise ShapeError(f"x: expected {len(specs)} inputs, got {len(x)}")
         arrays = [self._input(spec, value) for spec, value in zip(specs, x, strict=True)]
         count = self._rows * self._outputs
-        mean, total_var = np.empty(self._shape), np.empty(self._shape, self._real)
-        cov = np.empty((count, count), self._real)
+        mean, cov, total_var = np.empty(self._shape), np.empty((count, count)), np.empty(self._shape)
+        self._calls += 1
         self._must(self._function("predict")(*map(self._pointer, (*arrays, mean, cov, total_var))))
         return Prediction(mean, cov, total_var)
 
     def observe(self, y: npt.ArrayLike) -> Update:
         """As ``Model.observe``: the target of the latest prediction; for a softmax class labels or probabilities."""
+        calls = self._calls
+        given = plain_array("y", y)  # converting can run any code, and with it this policy
+        if self._calls != calls:
+            raise RangeError(
+                "observe: the policy was used while y was being converted to an array, so the latest prediction is "
+                "another one now; pass a NumPy array",
+                11,
+            )
         result = self._ffi.new("kbt_result *")
-        given = np.asarray(y)
         labels = () if self._rows == 1 else (self._rows,)
         if self._about["output"] == "softmax" and given.dtype.kind in "iu" and given.shape == labels:
-            classes = labels_array("y", y, self._outputs)
-            status = self._function("observe_labels")(self._pointer(classes), result)
+            verb, target = "observe_labels", labels_array("y", given, self._outputs)
         else:
-            target = real_array("y", y, np.float64)
+            verb, target = "observe", cast("y", given, np.float64)
             if target.shape != self._shape and not (target.shape == () and self._shape == (1,)):
-                raise shape_error("y", str(self._shape), target)
-            status = self._function("observe")(self._pointer(target), result)
+                raise shape_error("y", str(self._shape) + " or a number" * (self._shape == (1,)), target)
+        self._calls += 1
+        status = self._function(verb)(self._pointer(target), result)
         if status != _GATED:
             self._must(status)
         return Update("gated" if status == _GATED else "ok", result.nis, result.log_likelihood)
@@ -143,6 +150,7 @@ class Generated:
 
     def restart(self) -> None:
         """As after power on: the state that the folder holds. The simulated flash stays as it is."""
+        self._calls += 1
         self._must(self._function("init")())
 
     def save(self) -> None:
@@ -151,6 +159,7 @@ class Generated:
 
     def load(self) -> None:
         """The newest complete state in the simulated flash."""
+        self._calls += 1
         self._stored(self._function("load")(self._store))
 
     def __repr__(self) -> str:
@@ -161,20 +170,16 @@ class Generated:
 
     def _input(self, spec: Mapping[str, Any], value: npt.ArrayLike) -> Array:
         name, shape = f"input {spec['name']!r}", tuple(spec["shape"])
-        array: Array
-        if spec["dtype"] == "int64":
-            array = np.asarray(value)
-            if array.dtype.kind not in "iu":
-                raise DtypeError(f"{name}: expected integer ids, got {array.dtype}")
-            array = np.ascontiguousarray(array, np.int64)
-        else:
-            array = np.ascontiguousarray(np.asarray(value, np.float64))
+        given = plain_array(name, value)
+        if spec["dtype"] == "int64" and given.dtype.kind not in "iu":
+            raise DtypeError(f"{name}: expected integer ids, got {given.dtype}")
+        array = cast(name, given, np.int64 if spec["dtype"] == "int64" else np.float64)
         if array.size != math.prod(shape) or array.shape != shape[len(shape) - array.ndim :]:
             raise shape_error(name, str(shape), array)
         return array
 
     def _pointer(self, array: Array) -> Any:
-        kinds = {"f8": "double *", "f4": "float *", "i8": "int64_t *", "i4": "int32_t *"}
+        kinds = {"f8": "double *", "i8": "int64_t *", "i4": "int32_t *"}
         return self._ffi.cast(kinds[array.dtype.str[1:]], array.ctypes.data)
 
     def _must(self, status: int) -> None:
@@ -215,7 +220,6 @@ _STORE_WORDS: Final = {
 def _declarations(about: Mapping[str, Any]) -> str:
     """What of NAME.h and the core ``Generated`` calls."""
     name = about["name"]
-    real = "double" if about["dtype"] == "float64" else "float"
     inputs = ", ".join("const int64_t *" if spec["dtype"] == "int64" else "const double *" for spec in about["inputs"])
     labels = f"int {name}_observe_labels(const int32_t *, kbt_result *);" if about["output"] == "softmax" else ""
     return f"""
@@ -226,7 +230,7 @@ def _declarations(about: Mapping[str, Any]) -> str:
             int (*write)(void *, int, uint32_t, const void *, uint32_t); void *context;
         }} kbt_store;
         int {name}_init(void);
-        int {name}_predict({inputs}, double *, {real} *, {real} *);
+        int {name}_predict({inputs}, double *, double *, double *);
         int {name}_observe(const double *, kbt_result *);
         {labels}
         int {name}_save(const kbt_store *);

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, final
 
 import numpy as np
 import numpy.typing as npt
 
 from kbt_edge import _core
-from kbt_edge._arrays import Array, labels_array, plain_array, real_array, shape_error
+from kbt_edge._arrays import Array, cast, check_finite, labels_array, plain_array, real_array, shape_error
 from kbt_edge._files import read_bounded, write_atomic
 from kbt_edge.errors import BundleError, DtypeError, KbtError, NumericsError, RangeError, ShapeError
 
@@ -26,6 +26,7 @@ _RULES = ("fuse", "replace")
 _NOISES = ("constant", "adaptive", "multinomial")
 
 _MAX_STATE_BYTES = 1 << 31
+_MAX_MEMORY = 1 << 30
 
 # What a head assumes if it is not told (docs/study.md has the figures). h of a transformer varies by 0.3 to 1 along the
 # few directions that matter, and outputs are scaled to order one: a new readout needs weights of 1/0.3, variance 10. A
@@ -46,7 +47,8 @@ _STATUS_ERRORS: dict[int, type[KbtError]] = {
     10: RangeError,
     11: RangeError,
 }
-_E_SIZE = 4
+_E_SIZE, _E_ORDER = 4, 11
+_OWN = 0  # who asks the core: the head itself
 _BLOB_ERRORS = {
     13: "one that ends too early",
     14: "something that is no state blob",
@@ -184,6 +186,7 @@ class Head:
     max_rows         how many rows one joint update may have
     dtype            "float32" or "float64"
     seed             draws the input weights of spare hidden neurons (those beyond 2 d)
+    max_memory       how many bytes the head may take (``nbytes``); 1 GiB unless more is asked for
     """
 
     __slots__ = ("_core", "_dtype")
@@ -211,6 +214,7 @@ class Head:
         max_rows: int = 1,
         dtype: npt.DTypeLike = "float32",
         seed: int = 0,
+        max_memory: int = _MAX_MEMORY,
     ) -> None:
         self._dtype = _dtype(dtype)
         w = real_array("weight", weight, self._dtype)
@@ -222,7 +226,7 @@ class Head:
         widths = [w.shape[1], *_widths(hidden, at_least=2 * w.shape[1]), w.shape[0]]
         seed = _integer("seed", seed, 0, (1 << 64) - 1)
         self._make(widths, prior_var, noise_var, output, covariance, rule, relu_order, softmax_order, noise, input_var,
-                   forgetting, gate, max_rows)  # fmt: skip
+                   forgetting, gate, max_rows, max_memory)  # fmt: skip
         self._must(self._core.set_prior(w, b, seed))
 
     @classmethod
@@ -243,6 +247,7 @@ class Head:
         gate: float | None = None,
         max_rows: int = 1,
         dtype: npt.DTypeLike = "float32",
+        max_memory: int = _MAX_MEMORY,
     ) -> Head:
         """A head whose prior means are given: one (n, m + 1) array per layer, bias in the last column."""
         head = cls.__new__(cls)
@@ -256,7 +261,7 @@ class Head:
                 raise shape_error(f"means[{i}]", f"(n, {widths[-1] + 1})" if i else "(n, d + 1)", array)
             widths.append(array.shape[0])
         head._make(widths, prior_var, noise_var, output, covariance, rule, relu_order, softmax_order, noise, input_var,
-                   forgetting, gate, max_rows)  # fmt: skip
+                   forgetting, gate, max_rows, max_memory)  # fmt: skip
         head._must(head._core.set_means(arrays))
         return head
 
@@ -264,30 +269,32 @@ class Head:
 
     def predict(self, h: npt.ArrayLike) -> Prediction:
         """Mean and covariance of the output at ``h``, (d,) or (rows, d)."""
-        result = self._core.predict(h)
+        result = self._core.predict(h, _OWN)
         if type(result) is Prediction:  # what the core makes, and quicker than isinstance
             return result
         if result is None:  # not a plain array of the head's own dtype
-            result = self._core.predict(self._rows_of_h(h))
+            h = plain_array("h", h)
+            result = self._core.predict(self._rows_of_h(h), _OWN)
             if type(result) is Prediction:
                 return result
-        self._refused(result or 0, h=h)
+        self._refused(result, {"h": h})
 
     def update(self, h: npt.ArrayLike, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
         """Learn the target ``y`` at ``h``.
 
-        y          (d_o,) or (rows, d_o) like ``h``; for softmax also integer class labels, one per row
+        y          (d_o,) or (rows, d_o) like ``h``; a number will do for a single output; for softmax also integer
+                   class labels, one per row
         noise_var  observation noise of this sample, instead of the head's own
         """
         if h is None:
             raise DtypeError("h: expected an array of numbers, got None")
-        result = self._core.learn(h, y, noise_var)
-        return result if type(result) is Update else self._explain(result, h, y, noise_var)
+        result = self._core.learn(h, y, noise_var, _OWN)
+        return result if type(result) is Update else self._learn(result, h, y, noise_var)
 
     def observe(self, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
         """Learn the target of the latest ``predict``, without a second forward pass. Once per prediction."""
-        result = self._core.learn(None, y, noise_var)
-        return result if type(result) is Update else self._explain(result, None, y, noise_var)
+        result = self._core.learn(None, y, noise_var, _OWN)
+        return result if type(result) is Update else self._learn(result, None, y, noise_var)
 
     def reader(self) -> Reader:
         """One for each other thread that predicts while this one learns."""
@@ -295,19 +302,26 @@ class Head:
 
         return Reader(self)
 
-    def _explain(
-        self, result: int | None, h: npt.ArrayLike | None, y: npt.ArrayLike, noise_var: npt.ArrayLike | None
+    def _learn(
+        self, result: Update | int | None, h: npt.ArrayLike | None, y: npt.ArrayLike, noise_var: npt.ArrayLike | None
     ) -> Update:
-        """Learn what was not given as plain arrays, or say why not."""
+        """Learn what was not given as plain arrays, or say why it was refused. The core is asked at most once."""
         if result is None:
-            rows_h = None if h is None else self._rows_of_h(h)
-            targets = self._targets(y, rows_h)
+            ticket = self._core.ticket
+            h = None if h is None else plain_array("h", h)
+            y = plain_array("y", y)
+            noise_var = None if noise_var is None else plain_array("noise_var", noise_var)
+            if h is None:
+                self._must_be_latest(ticket)
+                rows, lead = None, () if self._core.one_row else (self._core.predicted_rows,)
+            else:
+                rows = self._rows_of_h(h)
+                lead = rows.shape[:-1]
             noise = None if noise_var is None else self._noise("noise_var", noise_var)
-            learned = self._core.learn(rows_h, targets, noise)
-            if isinstance(learned, Update):
-                return learned
-            result = learned
-        self._refused(result or 0, h=h, y=y, noise_var=noise_var)
+            result = self._core.learn(rows, self._targets(y, lead), noise, _OWN)
+            if isinstance(result, Update):
+                return result
+        self._refused(result, {"h": h, "y": y, "noise_var": noise_var})
 
     # ---- what it knows -----------------------------------------------------------------------------------------------
 
@@ -487,6 +501,7 @@ class Head:
         forgetting: float,
         gate: float | None,
         max_rows: int,
+        max_memory: int,
     ) -> None:
         if prior_var is None:
             prior_var = [_COPIES_VAR] * (len(widths) - 2) + [_READOUT_VAR[output == "softmax"]]
@@ -530,12 +545,20 @@ class Head:
             )
         if status:
             raise RangeError(f"{field}: expected another value, got one that the core refuses", status)
+        most = _integer("max_memory", max_memory, 0, 1 << 62)
+        if config.arena_bytes() > most:
+            raise RangeError(
+                f"hidden, max_rows: expected a head of at most max_memory = {_bytes_in_words(most)}, got one of "
+                f"{_bytes_in_words(config.arena_bytes())} (widths {' → '.join(map(str, widths))}, max_rows {max_rows}, "
+                f"covariance {covariance!r}); use smaller hidden layers, covariance='diagonal' or a larger max_memory",
+                _E_SIZE,
+            )
         self._core = _allocated(config, RangeError)
         if noise != "multinomial":
             self._must(self._core.set_noise(variances))
 
-    def _rows_of_h(self, h: npt.ArrayLike) -> Array:
-        array = real_array("h", h, self._dtype)
+    def _rows_of_h(self, h: Array) -> Array:
+        array = cast("h", h, self._dtype)
         c = self._core.config
         if array.ndim not in (1, 2) or array.shape[-1] != self.d or array.size == 0:
             raise shape_error("h", f"({self.d},) or (rows, {self.d})", array)
@@ -543,23 +566,19 @@ class Head:
             raise ShapeError(f"h: expected at most max_rows = {c.max_rows} rows, got {array.shape[0]}")
         return array
 
-    def _targets(self, y: npt.ArrayLike, h: Array | None) -> Array:
-        """Targets shaped like ``h`` (None: like the latest prediction), or int32 labels."""
-        if h is None and self._core.predicted_rows == 0:
-            self._refused(11)
-        one_row = self._core.one_row if h is None else h.ndim == 1
-        rows = () if one_row else (self._core.predicted_rows if h is None else h.shape[0],)
-        expected = (*rows, self.d_o)
-        if self._core.config.output == 1:
-            given = plain_array("y", y)
-            if given.dtype.kind in "iu" and given.shape != expected:
-                labels = labels_array("y", y, self.d_o)
-                if labels.shape != rows:
-                    raise shape_error("y", f"{rows} class labels or {expected} probabilities", labels)
-                return labels
-        array = real_array("y", y, self._dtype)
+    def _targets(self, y: Array, lead: tuple[int, ...]) -> Array:
+        """Targets of shape (*lead, d_o), with lead = () or (rows,); or int32 labels of shape lead."""
+        expected = (*lead, self.d_o)
+        if self._core.config.output == 1 and y.dtype.kind in "iu" and y.shape != expected:
+            labels = labels_array("y", y, self.d_o)
+            if labels.shape != lead:
+                raise shape_error("y", f"{lead} class labels or {expected} probabilities", labels)
+            return labels
+        array = cast("y", y, self._dtype)
+        if array.shape == () and set(expected) == {1}:
+            return array.reshape(expected)
         if array.shape != expected:
-            raise shape_error("y", str(expected), array)
+            raise shape_error("y", f"{expected}" + " or a number" * (set(expected) == {1}), array)
         return array
 
     def _noise(self, name: str, value: npt.ArrayLike, d_o: int = 0, matrix_allowed: bool = True) -> Array:
@@ -586,31 +605,43 @@ class Head:
         if status:
             self._refused(status)
 
-    def _refused(self, status: int, **arguments: object) -> NoReturn:
-        """Raise the error that ``status`` stands for, naming the argument where the core could not."""
+    def _must_be_latest(self, ticket: int) -> None:
+        """Converting an argument can run any code, and with it this head."""
+        if self._core.ticket != ticket:
+            raise RangeError(
+                "observe: the head was used while y or noise_var was being converted to an array, so the latest "
+                "prediction is another one now; pass NumPy arrays",
+                _E_ORDER,
+            )
+
+    def _refused(self, result: object, arguments: Mapping[str, object] | None = None) -> NoReturn:
+        """Raise the error that a status stands for, from the arguments of the call. Nothing runs again."""
+        status = result if isinstance(result, int) else 0
+        given = {name: value for name, value in (arguments or {}).items() if isinstance(value, np.ndarray)}
         if status == 7:
-            for name, value in arguments.items():
-                if value is not None:
-                    real_array(name, value, self._dtype)  # finds and names the culprit
+            for name, value in given.items():
+                check_finite(name, value, cast(name, value, self._dtype))
         if status == 6:
-            self._rows_of_h(arguments["h"])  # type: ignore[arg-type]
-        if status == 9 and arguments.get("noise_var") is not None:
-            self._noise("noise_var", arguments["noise_var"])  # type: ignore[arg-type]
+            self._rows_of_h(given["h"])
+        if status == 9 and "noise_var" in given:
+            self._noise("noise_var", given["noise_var"])
         if status == 10:
             raise RangeError(
                 "y: expected class labels, or rows of probabilities that sum to 1, got something else", status
             )
-        if status == 11:
+        if status == _E_ORDER:
             raise RangeError("observe: expected a predict before it, and one observe per prediction; got none", status)
-        if status == 8:
-            sizes = ", ".join(
-                f"|{name}| up to {np.abs(np.asarray(value)).max():.3g}"
-                for name, value in arguments.items()
-                if value is not None
+        if status == _core.OTHER_OWNER:
+            raise RangeError(
+                "observe: expected a prediction of this head before it; the latest was made by a Model, in its own "
+                "units: call the model's observe, or predict with the head first",
+                _E_ORDER,
             )
-            names = ", ".join(name for name, value in arguments.items() if value is not None)
+        if status == 8:
+            sizes = ", ".join(f"|{name}| up to {np.abs(value).max():.3g}" for name, value in given.items())
             raise NumericsError(
-                f"{names}: expected numbers with a finite result that is more than rounding, got {sizes}", status
+                f"{', '.join(given)}: expected numbers with a finite result that is more than rounding, got {sizes}",
+                status,
             )
         if status in _BLOB_ERRORS:
             raise BundleError(f"blob: expected the state of a head, got {_BLOB_ERRORS[status]}", status)
@@ -625,6 +656,12 @@ def memory_limit(blob: bytes) -> int:
 def _again(blob: bytes, nbytes: int) -> Head:
     """A copy of a head of this process, or of one that was pickled."""
     return Head.from_bytes(blob, max_memory=nbytes)
+
+
+def _bytes_in_words(count: int) -> str:
+    return (
+        f"{count / 2**30:.3g} GiB" if count >= 2**30 else f"{count / 2**20:.3g} MiB" if count >= 2**20 else f"{count} B"
+    )
 
 
 def _allocated(config: _core.Config, error: type[KbtError]) -> _core.Core:

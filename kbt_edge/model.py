@@ -13,17 +13,17 @@ goes in as R / scale², the normalised innovation is the same in any units, and 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from kbt_edge import _core
 from kbt_edge import bundle as bundles
-from kbt_edge._arrays import Array, real_array, shape_error
+from kbt_edge._arrays import Array, cast, check_finite, check_real, plain_array, real_array, shape_error
 from kbt_edge._files import read_bounded
 from kbt_edge._onnxfile import MAX_BYTES as MAX_TRUNK_BYTES
 from kbt_edge.bundle import Bundle, BundleInput
@@ -39,6 +39,9 @@ Scaling = npt.ArrayLike | Mapping[str, npt.ArrayLike]
 
 class Model:
     """A trunk, a head, and the scaling around them. One object belongs to one thread.
+
+    A copy, or a model that was pickled, has a head and a trunk of its own. It starts without a prediction to observe,
+    and without a folder to save to.
 
     trunk           the ONNX file: its path or its bytes
     head            the ``Head`` that reads the trunk's rows
@@ -65,36 +68,37 @@ class Model:
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         file = trunk if isinstance(trunk, bytes) else read_bounded(trunk, MAX_TRUNK_BYTES)
-        self._assemble(
-            file,
-            Trunk(file, backend=backend, providers=providers, cache_dir=cache_dir),
-            head,
-            input_mean,
-            input_scale,
-            output_offset,
-            output_scale,
-            {"kbt_edge": _version(), **(made or {})},
-        )
+        how: dict[str, Any] = {"backend": backend, "providers": providers, "cache_dir": cache_dir}
+        made = {"kbt_edge": _version(), **(made or {})}
+        self._assemble(file, how, head, input_mean, input_scale, output_offset, output_scale, made)
 
     def _assemble(
         self,
         file: bytes,
-        trunk: Trunk,
+        how: Mapping[str, Any],
         head: Head,
         input_mean: Scaling,
         input_scale: Scaling,
         output_offset: npt.ArrayLike,
         output_scale: npt.ArrayLike,
         made: Mapping[str, str],
+        trunk: Trunk | None = None,
     ) -> None:
+        trunk = Trunk(file, **how) if trunk is None else trunk
         if trunk.d != head.d:
             raise ShapeError(f"head: expected d = {trunk.d}, the width of the trunk's rows, got d = {head.d}")
+        most = head.config["max_rows"]
+        if trunk.rows > most:
+            raise ShapeError(
+                f"head: expected max_rows >= {trunk.rows}, the number of the trunk's rows, got max_rows = {most}; "
+                f"make it with max_rows={trunk.rows}"
+            )
         means = _by_input("input_mean", input_mean, trunk.inputs, 0.0)
         scales = _by_input("input_scale", input_scale, trunk.inputs, 1.0)
-        self._file, self._trunk, self._head, self._made = file, trunk, head, dict(made)
+        self._file, self._how, self._trunk, self._head, self._made = file, how, trunk, head, dict(made)
         self._inputs = [_Input(spec, means[spec.name], scales[spec.name]) for spec in trunk.inputs]
         self._output = _Output(head, trunk.rows, output_offset, output_scale)
-        self._one_row = trunk.rows == 1
+        self._owner = head._core.new_owner()  # of predictions: the head alone does not know their units
         # A float64 head needs its rows in float64; a float32 head reads the trunk's own buffer.
         self._h = np.zeros((trunk.rows, trunk.d)) if head.config["dtype"] == "float64" else None
         self._folder: Path | None = None
@@ -109,7 +113,7 @@ class Model:
         entry = self._inputs[0]
         inputs = [np.broadcast_to(values, (x.shape[-1],)).tolist() for values in (entry.mean, entry.scale)]
         outputs = [np.broadcast_to(values, (self._head.d_o,)).tolist() for values in (output.offset, output.scale)]
-        return _core.Pipeline(self._head._core, address, x, h, *inputs, *outputs)
+        return _core.Pipeline(self._head._core, self._owner, address, x, h, *inputs, *outputs)
 
     # ---- the verbs ---------------------------------------------------------------------------------------------------
 
@@ -120,14 +124,18 @@ class Model:
         rows; see ``Prediction`` for the rest.
         """
         pipeline = self._pipeline
-        if pipeline is not None:
-            result = pipeline.predict(x[0]) if len(x) == 1 else None
-            if result is None:  # not a plain array, or no C function: Python converts, scales and runs the trunk
-                self._rows(x)
-                result = pipeline.predict_rows()
-            if isinstance(result, Prediction):
+        if pipeline is not None and len(x) == 1:
+            result = pipeline.predict(x[0])
+            if type(result) is Prediction:
                 return result
-        return self._output.prediction(self._head.predict(self._rows(x)))
+            if result is not None:
+                self._refused(result, x)
+        values = self._values(x)  # not a plain array, or no C function: Python converts, scales and runs the trunk
+        h = self._run(values)
+        result = self._head._core.predict(h, self._owner) if pipeline is None else pipeline.predict_rows()
+        if not isinstance(result, Prediction):
+            self._refused(result, values)
+        return self._output.prediction(result) if pipeline is None else result
 
     def observe(self, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
         """Learn the target of the latest ``predict``. The trunk does not run again. Once per prediction.
@@ -137,16 +145,55 @@ class Model:
         """
         if self._pipeline is not None and noise_var is None:
             result = self._pipeline.observe(y)
-            if isinstance(result, Update):
+            if type(result) is Update:
                 return result
-        output = self._output
-        return output.update(self._head.observe(output.target(y), output.noise(noise_var)))
+            if result is not None:
+                self._refused(result, y=y)
+        ticket = self._head._core.ticket
+        target, noise = plain_array("y", y), None if noise_var is None else plain_array("noise_var", noise_var)
+        self._head._must_be_latest(ticket)
+        return self._learn(None, target, noise)
 
     def update(self, x: Inputs, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
         """Learn the target ``y`` at ``x``; several inputs as a tuple or a dict."""
-        output = self._output
-        target, noise = output.target(y), output.noise(noise_var)
-        return output.update(self._head.update(self._rows((x,)), target, noise))
+        values = self._values((x,))
+        target, noise = plain_array("y", y), None if noise_var is None else plain_array("noise_var", noise_var)
+        return self._learn(values, target, noise)
+
+    def _learn(self, x: list[Array] | None, y: Array, noise_var: Array | None) -> Update:
+        """At ``x``, or at the latest prediction. No code of the user's runs from here on: buffers are used again."""
+        target, noise = self._output.target(y), self._output.noise(noise_var)
+        h = None if x is None else self._run(x)
+        result = self._head._core.learn(h, target, noise, self._owner)
+        if not isinstance(result, Update):
+            self._refused(result, x or (), y)
+        return self._output.update(result)
+
+    def _refused(self, result: object, x: Sequence[Any] = (), y: Any = None) -> NoReturn:
+        """Raise what a refusal means for the arguments of the call, in their own units. Nothing runs again."""
+        if result == _core.OTHER_OWNER:
+            raise RangeError(
+                "observe: expected a prediction of this model before it; the latest was made by its head, or by "
+                "another model with that head, in other units: call observe there, or predict with this model first",
+                11,
+            )
+        given = {entry.name: value for entry, value in zip(self._inputs, x, strict=False)}
+        if isinstance(y, (float, np.ndarray)):
+            given["y"] = np.asarray(y)
+        if result in (7, _core.TRUNK_INPUT):
+            for entry, value in zip(self._inputs, x, strict=False):
+                entry.check(value)
+            if "y" in given:
+                self._output.check(given["y"])
+        if result in (_core.TRUNK_INPUT, _core.TRUNK_OUTPUT):
+            sizes = ", ".join(f"|{name}| up to {np.abs(value).max():.3g}" for name, value in given.items())
+            raise NumericsError(f"trunk: expected an input for which its output is finite, got {sizes}")
+        self._head._refused(result, given)
+
+    def _in_head_units(self, x: tuple[Any, ...], y: Any) -> tuple[Array, Array]:
+        """Copies of what the head would learn from this sample: h and its target."""
+        target = np.array(self._output.target(plain_array("y", y)))
+        return np.array(self._rows(x)), target
 
     # ---- what it is --------------------------------------------------------------------------------------------------
 
@@ -189,6 +236,11 @@ class Model:
         inputs = ", ".join(f"{spec.name} {spec.shape}" for spec in self._trunk.inputs)
         return f"Model({inputs} → {self._trunk.rows} × {self._trunk.d}, {self._trunk.backend}; {self._head!r})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        scaling = self.input_mean, self.input_scale, self.output_offset, self.output_scale
+        head = self._head.to_bytes(), self._head.nbytes
+        return _again, (type(self), self._file, self._how, head, scaling, self._made)
+
     # ---- the bundle --------------------------------------------------------------------------------------------------
 
     @classmethod
@@ -200,13 +252,17 @@ class Model:
         providers: Sequence[Any] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> Model:
-        """The model of a bundle: its folder, or the bare name of one that ships with the package ("cartpole")."""
+        """The model of a bundle: its folder, or the name of one that ships with the package.
+
+        "cartpole" is refused if a folder of that name holds a bundle too: write "./cartpole" or "kbt_edge:cartpole".
+        """
         folder = bundles.find(name_or_path)
         found = bundles.read(folder)
         with _naming(folder / bundles.HEAD):
             head = Head.from_bytes(found.head)
+        how: dict[str, Any] = {"backend": backend, "providers": providers, "cache_dir": cache_dir}
         with _naming(folder / bundles.TRUNK):
-            trunk = Trunk(found.trunk, backend=backend, providers=providers, cache_dir=cache_dir)
+            trunk = Trunk(found.trunk, **how)
             said = [(entry.name, entry.shape, entry.dtype) for entry in found.inputs], found.rows, found.d
             holds = [(spec.name, spec.shape, spec.dtype) for spec in trunk.inputs], trunk.rows, trunk.d
             if said != holds:
@@ -214,13 +270,14 @@ class Model:
         model = cls.__new__(cls)
         model._assemble(
             found.trunk,
-            trunk,
+            how,
             head,
             {entry.name: entry.mean for entry in found.inputs if entry.mean is not None},
             {entry.name: entry.scale for entry in found.inputs if entry.scale is not None},
             0.0 if found.offset is None else found.offset,
             1.0 if found.scale is None else found.scale,
             found.made,
+            trunk,
         )
         model._folder = None if bundles.is_shipped(folder) else folder
         return model
@@ -234,6 +291,8 @@ class Model:
         folder = self._folder if path is None else Path(path)
         if folder is None:
             raise BundleError("path: expected a folder, as this model has none of its own yet; got None")
+        if str(folder).startswith(bundles.PREFIX):
+            raise BundleError(f"path: expected a folder, got {folder}, the name of a bundle of the package")
         bundles.write(folder, self.bundle())
         self._folder = folder
         return folder
@@ -252,17 +311,26 @@ class Model:
             made=self._made,
         )
 
+    def _values(self, x: tuple[Any, ...]) -> list[Array]:
+        """One plain array per input. Converting can run any code, so all of it is done before the trunk is used."""
+        if len(x) == len(self._inputs) == 1 and type(x[0]) is np.ndarray:  # the way of a control loop
+            return list(x)
+        return [plain_array(entry.name, value) for entry, value in zip(self._inputs, self._unpacked(x), strict=True)]
+
     def _rows(self, x: tuple[Any, ...]) -> Array:
         """h at ``x``: (d,), or (rows, d) if the trunk has several rows."""
-        if len(x) == len(self._inputs) == 1 and type(x[0]) is np.ndarray:  # the way of a control loop
-            h: Array = self._trunk(self._inputs[0].scaled(x[0]))
-        else:
-            x = self._unpacked(x)
-            h = self._trunk(*[entry.scaled(value) for entry, value in zip(self._inputs, x, strict=True)])
+        return self._run(self._values(x))
+
+    def _run(self, values: list[Array]) -> Array:
+        scaled = [entry.scaled(value) for entry, value in zip(self._inputs, values, strict=True)]
+        try:
+            h: Array = self._trunk(*scaled)
+        except NumericsError:  # in the units of the network
+            self._refused(_core.TRUNK_INPUT, values)
         if self._h is not None:
             np.copyto(self._h, h)
             h = self._h
-        return h[0] if self._one_row else h
+        return h[0] if self._trunk.rows == 1 else h
 
     def _unpacked(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
         """One value per input, from several arguments, a tuple or a dict."""
@@ -284,46 +352,50 @@ class _Normalise:
     """(value - mean) / scale, written to a buffer that is used again and again."""
 
     def __init__(self, name: str, mean: Array, scale: Array, shape: tuple[int, ...], dtype: str) -> None:
-        self._name, self._shape = name, shape
+        self._name, self._scale = name, scale
         self._mean = mean if mean.any() else None
-        self._scale = scale
-        self._number = (float(mean[0]), float(scale[0])) if shape == (1,) else None
         self._buffer: Array = np.zeros(shape, dtype)
         ones = next((axis for axis, length in enumerate(shape) if length != 1), len(shape) - 1)
         self.shapes = {shape[axis:] for axis in range(ones + 1)}  # leading axes of length 1 may be left out
 
-    def __call__(self, value: npt.ArrayLike) -> Array:
-        """Whether it is finite is checked where it is used."""
-        if type(value) is np.ndarray and value.dtype.kind in "fiu":
-            array = value
-        else:
-            array = np.asarray(value) if type(value) is float else real_array(self._name, value, np.float64)
-        if array.shape not in self.shapes:
-            raise shape_error(self._name, f"{self._shape}" + " or a number" * (() in self.shapes), array)
-        try:
-            if self._number is not None:  # arithmetic on a single number is faster outside NumPy
-                mean, scale = self._number
-                self._buffer[0] = (array.item() - mean) / scale
-            elif self._mean is not None:
-                self._buffer[...] = (array - self._mean) / self._scale  # in float64: a large mean eats no digits
-            else:
-                self._buffer[...] = array / self._scale
-        except RuntimeWarning:  # where warnings are errors; elsewhere it becomes infinite, and is refused as that
-            raise NumericsError(f"{self._name}: expected numbers that fit into {self._buffer.dtype}") from None
+    def __call__(self, value: Array) -> Array:
+        """What is not finite, or becomes so, is refused where it is used, and explained by ``check``."""
+        check_real(self._name, value)
+        if value.shape not in self.shapes:
+            raise shape_error(self._name, f"{self._buffer.shape}" + " or a number" * (() in self.shapes), value)
+        with np.errstate(all="ignore"):
+            shifted = value if self._mean is None else value - self._mean  # in float64: a large mean eats no digits
+            self._buffer[...] = shifted / self._scale
         return self._buffer
+
+    def check(self, value: Array) -> None:
+        """Raise if a number is not finite, or is not once it is scaled."""
+        check_finite(self._name, value, value)
+        scaled = self(value)
+        if not np.isfinite(scaled).all():
+            worst = value.flat[int(np.argmax(~np.isfinite(scaled)))]
+            raise NumericsError(
+                f"{self._name}: expected numbers that fit into {scaled.dtype.name} after scaling, got {worst}"
+            )
 
 
 class _Input:
-    """One input of the trunk: physical units in, those of the network out."""
+    """One input of the trunk: physical units in, those of the network out. Token ids stay as they are."""
 
     def __init__(self, spec: TensorSpec, mean: npt.ArrayLike, scale: npt.ArrayLike) -> None:
-        self.spec = spec
+        self.spec, self.name = spec, f"input {spec.name!r}"
         self.mean: Array = _numbers(f"input_mean of {spec.name!r}", mean, spec.shape[-1], -bundles.MAX_MAGNITUDE)
         self.scale: Array = _numbers(f"input_scale of {spec.name!r}", scale, spec.shape[-1], 1 / bundles.MAX_MAGNITUDE)
-        plain = not self.mean.any() and bool((self.scale == 1).all())  # then the trunk checks it
-        self.scaled: Callable[[Any], Any] = (
-            _same if plain else _Normalise(f"input {spec.name!r}", self.mean, self.scale, spec.shape, "float32")
-        )
+        self._normalise: _Normalise | None = None
+        if spec.dtype == "float32":
+            self._normalise = _Normalise(self.name, self.mean, self.scale, spec.shape, spec.dtype)
+
+    def scaled(self, value: Array) -> Array:
+        return value if self._normalise is None else self._normalise(value)
+
+    def check(self, value: Array) -> None:
+        if self._normalise is not None:
+            self._normalise.check(value)
 
     def described(self) -> BundleInput:
         spec = self.spec
@@ -336,43 +408,71 @@ class _Output:
     """The head's output u in physical units: y = offset + scale · u for a gaussian, nothing to do for a softmax."""
 
     def __init__(self, head: Head, rows: int, offset: npt.ArrayLike, scale: npt.ArrayLike) -> None:
-        d_o, dtype = head.d_o, head.config["dtype"]
+        d_o = head.d_o
+        self._head, self._lead = head, () if rows == 1 else (rows,)
         self.gaussian = head.config["output"] == "gaussian"
         self.offset: Array = _numbers("output_offset", offset, d_o, -bundles.MAX_MAGNITUDE)
         self.scale: Array = _numbers("output_scale", scale, d_o, 1 / bundles.MAX_MAGNITUDE)
-        self._shifted = bool(self.offset.any())
-        self._plain = not self._shifted and bool((self.scale == 1).all())
+        self._plain = not self.offset.any() and bool((self.scale == 1).all())
         if not self.gaussian and not self._plain:
             raise RangeError("output_offset, output_scale: a softmax head gives probabilities, which are not scaled")
-        self.target: Callable[[Any], Any] = _same
-        if self.gaussian:
-            self.target = _Normalise("y", self.offset, self.scale, (d_o,) if rows == 1 else (rows, d_o), dtype)
-            if rows == d_o == 1:
-                self.target.shapes.add(())
+        self._normalise = _Normalise("y", self.offset, self.scale, (*self._lead, d_o), head.config["dtype"])
+        if rows == d_o == 1:
+            self._normalise.shapes.add(())
         each = np.broadcast_to(self.scale, (rows, d_o))
         self._scales: Array = each[0]
-        self._cov_scale = np.outer(each, each).astype(dtype)
-        self._var_scale = (self._scales**2).astype(dtype)
+        self._cov_scale = np.outer(each, each)
         self._log_scale = float(np.log(each).sum())
 
+    def target(self, y: Array) -> Array:
+        """What the head learns of ``y``: u, in a buffer that is used again, or for a softmax ``y`` itself."""
+        return self._normalise(y) if self.gaussian else self._head._targets(y, self._lead)
+
+    def check(self, y: Array) -> None:
+        self._normalise.check(y)
+
     def prediction(self, p: Prediction) -> Prediction:
-        """The mean in float64, as an offset needs more digits than a float32 head has."""
-        if self._plain:
-            return p
-        mean = p.mean * self._scales
-        if self._shifted:
-            mean += self.offset
-        return Prediction(mean, p.cov * self._cov_scale, p.total_var * self._var_scale)
+        """In float64: an offset needs more digits than float32 has, and the square of a scale need not fit into it."""
+        mean, cov, total_var = (array.astype(np.float64) for array in p)
+        if not self._plain:
+            with np.errstate(all="ignore"):
+                mean = self.offset + self._scales * mean
+                cov *= self._cov_scale
+                total_var *= self._scales**2
+        return Prediction(mean, cov, total_var)
 
     def update(self, u: Update) -> Update:
         """The density of y is that of u divided by the scales."""
         return u if self._plain else Update(u.status, u.nis, u.log_likelihood - self._log_scale)
 
-    def noise(self, noise_var: npt.ArrayLike | None) -> npt.ArrayLike | None:
-        return noise_var if noise_var is None or self._plain else scaled_noise(noise_var, self._scales)
+    def noise(self, noise_var: Array | None) -> Array | None:
+        if noise_var is None:
+            return None
+        scaled = scaled_noise(noise_var, self._scales)
+        noise = cast("noise_var", scaled, self._head.config["dtype"])
+        if not np.isfinite(noise).all():
+            raise NumericsError(
+                f"noise_var: expected variances that fit into {noise.dtype.name} when divided by output_scale², "
+                f"got up to {np.max(noise_var):.3g}"
+            )
+        return self._head._noise("noise_var", noise)
 
     def physical_noise(self, noise: Array) -> Array:
-        return noise if self._plain else noise * _squares(self._scales, noise.ndim)
+        return noise.astype(np.float64) * _squares(self._scales, noise.ndim)
+
+
+def _again(
+    cls: type[Model],
+    file: bytes,
+    how: dict[str, Any],
+    head: tuple[bytes, int],
+    scaling: tuple[Scaling, Scaling, Array, Array],
+    made: dict[str, str],
+) -> Model:
+    """A model like another one of this process, or like one that was pickled."""
+    model = cls.__new__(cls)
+    model._assemble(file, how, Head.from_bytes(head[0], max_memory=head[1]), *scaling, made)
+    return model
 
 
 def per_output(scale: npt.ArrayLike, outputs: int) -> Array:
@@ -389,15 +489,12 @@ def scaled_noise(noise_var: npt.ArrayLike, scales: Array) -> Array:
     variances = np.diagonal(array) if array.ndim == 2 else array
     if (variances < 0).any():
         raise RangeError(f"noise_var: expected variances >= 0, got {variances.min()}")
-    return array / _squares(scales, array.ndim)
+    with np.errstate(all="ignore"):
+        return array / _squares(scales, array.ndim)
 
 
 def _squares(scales: Array, ndim: int) -> Array:
     return np.outer(scales, scales) if ndim == 2 else scales**2
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _numbers(name: str, value: npt.ArrayLike, features: int, low: float) -> Array:

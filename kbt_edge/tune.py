@@ -149,13 +149,14 @@ class _Family:
         for settled in ("widths", "noise_var"):
             del self._settings[settled]
         self._means = [layer.mean for layer in head.layers]
+        self._nbytes = head.nbytes
         self._noise = None if self._settings["noise"] == "multinomial" else np.asarray(head.noise_var, np.float64)
         self.variances = len(self._prior) + (self._noise is not None)
 
     def head(self, steps: Steps) -> Head:
         prior = [v * 10.0**step for v, step in zip(self._prior, steps, strict=False)]
         noise = {} if self._noise is None else {"noise_var": self._noise * 10.0 ** steps[-1]}
-        return Head.from_means(self._means, prior_var=prior, **noise, **self._settings)
+        return Head.from_means(self._means, prior_var=prior, **noise, **self._settings, max_memory=self._nbytes)
 
     def candidate(self, steps: Steps, pairs: Sequence[tuple[Any, Any]]) -> Candidate:
         try:
@@ -195,11 +196,7 @@ def _stream(
         raise ShapeError(f"x: expected at least 2 samples to tune on, got {len(inputs)}")
     if isinstance(subject, Head):
         return list(zip(inputs, targets, strict=True))
-    # Copies, as both come in buffers that are used again.
-    return [
-        (np.array(subject._rows((one,))), np.array(subject._output.target(target)))
-        for one, target in zip(inputs, targets, strict=True)
-    ]
+    return [subject._in_head_units((one,), target) for one, target in zip(inputs, targets, strict=True)]
 
 
 def _entries(name: str, values: Sequence[Any] | npt.ArrayLike) -> list[Any]:

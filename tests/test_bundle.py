@@ -496,19 +496,48 @@ def test_the_description_is_small_and_says_what_is_there(folder: Path) -> None:
 # Finding.
 
 
-def test_a_bare_name_finds_the_shipped_bundle_and_a_saved_one_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shipped = tmp_path / "package" / "bundles"
-    monkeypatch.setattr(bundles, "_SHIPPED", shipped)
-    bundles.write(shipped / "cartpole", make_bundle())
-    (tmp_path / "work" / "cartpole").mkdir(parents=True)  # a folder of that name, but no bundle
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The shipped bundles: cartpole and tokens. The working directory is an empty folder."""
+    folder = tmp_path / "package" / "bundles"
+    monkeypatch.setattr(bundles, "_SHIPPED", folder)
+    for name in ("cartpole", "tokens"):
+        bundles.write(folder / name, make_bundle())
+    (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    assert bundles.find("cartpole") == shipped / "cartpole"
+    return folder
+
+
+def test_a_bare_name_finds_the_shipped_bundle_or_the_one_in_the_working_directory(shipped: Path) -> None:
+    Path("cartpole").mkdir()  # a folder of that name, but no bundle
+    assert bundles.find("cartpole") == bundles.find("kbt_edge:cartpole") == shipped / "cartpole"
     assert bundles.find("./cartpole") == Path("./cartpole")
-    bundles.write("cartpole", make_bundle())
-    assert bundles.find("cartpole") == Path("cartpole")
-    with pytest.raises(BundleError, match=r"acrobot: expected a folder, or a bundle of the package \(cartpole\)"):
+    bundles.write("arm", make_bundle())
+    assert bundles.find("arm") == Path("arm")
+    with pytest.raises(
+        BundleError, match=r"acrobot: expected a folder, or a bundle of the package \(cartpole, tokens\)"
+    ):
         bundles.find("acrobot")
     for escape in ("..", ".", "../bundles/cartpole", str(shipped / "cartpole")):
         assert bundles.find(escape) == Path(escape)
+
+
+def test_a_name_that_means_two_bundles_is_refused(shipped: Path) -> None:
+    bundles.write("cartpole", make_bundle())
+    with pytest.raises(BundleError, match=r'cartpole: .*write "\./cartpole" for .* or "kbt_edge:cartpole" for'):
+        bundles.find("cartpole")
+    assert bundles.find("./cartpole") == bundles.find(Path("cartpole")) == Path("cartpole")
+    assert bundles.find("kbt_edge:cartpole") == shipped / "cartpole"
+
+
+@pytest.mark.parametrize("name", ["arm", "", "..", "../bundles/cartpole", "cartpole/", "*", "CARTPOLE"])
+def test_the_prefix_finds_shipped_bundles_only(shipped: Path, name: str) -> None:
+    bundles.write("arm", make_bundle())
+    with pytest.raises(BundleError, match=r"expected a bundle of the package \(cartpole, tokens\)"):
+        bundles.find(f"kbt_edge:{name}")
+
+
+def test_a_head_for_fewer_rows_than_the_trunk_has_is_refused(folder: Path) -> None:
+    edited(folder, put("trunk", "rows", 2))
+    with pytest.raises(BundleError, match=r"head\.max_rows: expected at least trunk\.rows = 2, got 1"):
+        bundles.read(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,63 @@ def test_an_error_is_one_line_and_code_1(tmp_path: Path, folder: Path, capsys: p
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["demo", "bench"])
+def test_a_file_that_cannot_be_written_is_one_line_and_code_1(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    (tmp_path / "file").write_text("in the way")
+    few = ("--samples", "1") if command == "demo" else ("--steps", "256")
+    code, out, err = call(capsys, command, "--out", str(tmp_path / "file" / "x"), "--backend", "onnxruntime", *few)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"kbt-edge: {tmp_path / 'file'}")
+    assert err.count("\n") == 1
+
+
+def test_a_missing_package_is_one_line_that_names_its_extra(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.linalg", None)  # as if it were not installed
+    code, out, err = call(capsys, "demo", "--samples", "1", "--out", str(tmp_path), "--backend", "onnxruntime")
+    assert (code, out) == (1, "")
+    assert err == "kbt-edge: this command needs scipy (pip install 'kbt-edge[demo]')\n"
+
+
+def test_a_command_whose_own_module_needs_a_missing_package_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "inspect", ("kbt_edge.studies.figures:Nothing", "shows nothing"))
+    monkeypatch.delitem(sys.modules, "kbt_edge.studies.figures", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert call(capsys, "inspect", "x") == (
+        1,
+        "",
+        "kbt-edge: this command needs matplotlib (pip install 'kbt-edge[demo]')\n",
+    )
+
+
+def test_a_missing_module_of_our_own_is_a_bug_and_shows_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "inspect", ("kbt_edge.no_such_module:Nothing", "shows nothing"))
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        cli.main(["inspect", "x"])
+
+
+def test_built_in_commands_use_the_shipped_bundle_whatever_is_in_the_working_directory(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder, tmp_path / "cartpole")
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(capsys, "inspect", "cartpole", "--backend", "onnxruntime")
+    assert (code, out) == (1, "")
+    assert 'write "./cartpole" for' in err
+    shipped = call(capsys, "inspect", "kbt_edge:cartpole", "--backend", "onnxruntime", "--json")[1]
+    told = call(capsys, "bench", "--steps", "256", "--backend", "onnxruntime", "--out", str(tmp_path / "b"), "--json")[
+        1
+    ]
+    assert json.loads(told)["workload"]["trunk_sha256"] == json.loads(shipped)["trunk"]["sha256"]
+    assert json.loads(told)["workload"]["bundle"] == "cartpole"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -178,6 +236,17 @@ def test_a_closed_pipe_is_no_error(folder: Path) -> None:
     answer = subprocess.run(call, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (answer.returncode, answer.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.long("starts Python once more, seconds of emulation")
+def test_a_full_disk_is_one_line_and_code_1(folder: Path) -> None:
+    call = [sys.executable, "-m", "kbt_edge", "inspect", str(folder), "--backend", "onnxruntime"]
+    with open("/dev/full", "w") as full:
+        answer = subprocess.run(call, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("kbt-edge: ")
+    assert answer.stderr.count("\n") == 1
 
 
 # export

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +19,7 @@ import kbt_edge as kbt
 from kbt_edge import codegen
 from kbt_edge.cli import main
 from kbt_edge.codegen import generate
-from kbt_edge.errors import BundleError, NumericsError, RangeError, ShapeError
+from kbt_edge.errors import BundleError, DtypeError, NumericsError, RangeError, ShapeError
 from kbt_edge.generated import Generated
 from kbt_edge.model import Model
 from kbt_edge.studies import cartpole
@@ -126,6 +130,32 @@ def test_a_float64_head_with_two_outputs_and_an_offset_is_the_models(tmp_path: P
     assert "ok" in statuses
 
 
+@pytest.mark.usefixtures("unmeasured")
+def test_extreme_units_are_those_of_the_model(tmp_path: Path) -> None:
+    """From 1e-30 to 1e30: their squares do not fit into a float."""
+    trunk = (Path(kbt.__file__).parent / "bundles/cartpole/trunk.onnx").read_bytes()
+    head = kbt.Head(np.random.default_rng(0).normal(size=(2, 16)), noise_var=0.01)
+    Model(trunk, head, output_scale=[1e-30, 1e30], backend="compiled").save(tmp_path / "units")
+    generate(tmp_path / "units", tmp_path / "c")
+    policy, model = kbt.load_generated(tmp_path / "c"), Model.load(tmp_path / "units", backend="compiled")
+    x = np.array([0.1, -0.2, 0.3, -0.4])
+    p, q = policy.predict(x), model.predict(x)
+    assert same(p, q)
+    assert np.isfinite(p.total_std).all()
+    assert (p.std > 0).all()
+    assert policy.observe([1e-30, 1e30]) == model.observe([1e-30, 1e30])
+
+
+def test_c_of_an_older_format_is_not_loaded_but_replaced(folder: Path, tmp_path: Path) -> None:
+    old = Path(shutil.copytree(folder, tmp_path / "c"))
+    manifest = json.loads((old / "codegen.json").read_text())
+    (old / "codegen.json").write_text(json.dumps({**manifest, "format": 1}))
+    with pytest.raises(BundleError, match=r"another version of kbt-edge codegen .*generate it again"):
+        kbt.load_generated(old)
+    codegen._write(old, {}, manifest)
+    assert [path.name for path in old.rglob("*") if path.is_file()] == ["codegen.json"]
+
+
 def test_a_refused_call_teaches_nothing(policy: Generated) -> None:
     before = policy.to_bytes()
     with pytest.raises(RangeError):
@@ -141,6 +171,32 @@ def test_a_refused_call_teaches_nothing(policy: Generated) -> None:
             policy.observe(bad_target)
     assert policy.to_bytes() == before
     assert policy.observe(1.0).status == "ok"  # the prediction was still there
+
+
+def test_a_target_that_uses_the_policy_while_it_is_converted_is_refused(policy: Generated) -> None:
+    class Calling:
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            policy.predict([9.0, 0.0, 0.0, 0.0])
+            return np.array([1.0])
+
+    policy.predict([0.1, 0.0, 0.0, 0.0])
+    before = policy.to_bytes()
+    with pytest.raises(RangeError, match=r"observe: .* another one now; pass a NumPy array"):
+        policy.observe(Calling())  # type: ignore[arg-type]
+    assert policy.to_bytes() == before
+
+
+def test_a_number_is_a_target_for_one_output(policy: Generated) -> None:
+    answers = set()
+    for y in (2, 2.0, np.float32(2), np.int16(2), np.array(2.0), [2.0], np.array([2])):
+        policy.restart()
+        policy.predict([0.1, 0.0, 0.0, 0.0])
+        answers.add((policy.observe(y), policy.to_bytes()))
+    assert len(answers) == 1
+    with pytest.raises(DtypeError, match="y: expected real numbers"):
+        policy.update([0.1, 0.0, 0.0, 0.0], "2")
+    with pytest.raises(DtypeError, match="input 'x'"):
+        policy.predict("abcd")
 
 
 # ---- flash -----------------------------------------------------------------------------------------------------------
@@ -273,6 +329,13 @@ BAD_NAMES = [
     "a;b",
     "é",
     "a\n",
+    "math",
+    "string",
+    "errno",
+    "pthread",
+    "newlib",
+    "m",
+    "test",
 ]
 
 
@@ -281,6 +344,57 @@ def test_only_free_identifiers_become_c_names(name: str, tmp_path: Path) -> None
     with pytest.raises(RangeError, match="name"):
         generate("cartpole", tmp_path / "c", name)
     assert not (tmp_path / "c").exists()
+
+
+def headers(compiler: str) -> set[str]:
+    """Names of the headers that a C or C++ source finds at the top level, as far as they could be names of a policy."""
+    found = set()
+    for language in ("c", "c++"):
+        said = subprocess.run(
+            [compiler, "-x", language, "-E", "-v", os.devnull], capture_output=True, text=True, check=True
+        ).stderr
+        listed = said.split("search starts here:")[-1].split("End of search list")[0]
+        for folder in map(str.strip, listed.splitlines()):
+            found |= {path.stem for path in Path(folder).glob("*.h")} if folder else set()
+    return {name for name in found if re.fullmatch(r"[a-z][a-z0-9_]{0,30}[a-z0-9]|[a-z]", name)}
+
+
+@pytest.mark.parametrize("compiler", ["cc", "arm-none-eabi-gcc"])
+def test_a_policy_that_is_called_like_a_header_compiles_or_is_refused(
+    compiler: str, folder: Path, tmp_path: Path
+) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    names = headers(compiler)
+    assert {"math", "string", "time", "errno", "assert", "stdint"} <= names
+    light = Path(shutil.copytree(folder, tmp_path / "light", ignore=shutil.ignore_patterns("*.cpp", "*.hpp", "*.md")))
+    for part in ("trunk", "state"):  # what they include is what matters here
+        source = light / f"cartpole_{part}.c"
+        included = [line for line in source.read_text().splitlines() if line.startswith("#include")]
+        source.write_text("\n".join([*included, "typedef int nothing;\n"]))
+    compiled = 0
+    for name in sorted(names):
+        try:
+            codegen.checked_name(name)
+        except RangeError:
+            continue
+        renamed = Path(shutil.copytree(light, tmp_path / "c" / name))
+        for path in list(renamed.glob("*.*")):
+            text = path.read_text().replace("cartpole", name).replace("CARTPOLE", name.upper())
+            path.unlink()
+            path.with_name(path.name.replace("cartpole", name)).write_text(text)
+        codegen.build_objects(renamed, [compiler, "-fsyntax-only"], ["true"], ["-Werror"], [])  # its C sources
+        compiled += 1
+    assert compiled > 0
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_the_sources_see_nothing_of_the_folder_but_by_quotes(folder: Path, tmp_path: Path) -> None:
+    """Whatever the name: headers of the system are not looked for among the generated ones."""
+    copy = Path(shutil.copytree(folder, tmp_path / "c"))
+    for name in ("math.h", "string.h", "stdint.h", "cmath"):
+        (copy / name).write_text("#error found\n")
+    kbt.load_generated(copy)
 
 
 def test_a_folder_of_someone_else_is_not_touched(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ torch = pytest.importorskip("torch", reason="export starts from torch, which is 
 for package in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(package, reason=f"export needs {package}, which is not installed")
 
-from kbt_edge.errors import BundleError, NumericsError, RangeError  # noqa: E402
-from kbt_edge.export import export_trunk  # noqa: E402
+from kbt_edge.errors import BundleError, NumericsError, RangeError, ShapeError  # noqa: E402
+from kbt_edge.export import export, export_trunk  # noqa: E402
+from kbt_edge.model import Model  # noqa: E402
 from kbt_edge.networks import DecisionTransformer  # noqa: E402
 from kbt_edge.trunk import BackendError, Trunk  # noqa: E402
 
@@ -172,3 +173,87 @@ def test_a_missing_train_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(BackendError, match=r"export needs onnxscript \(pip install 'kbt-edge\[train\]'\)"):
         export_trunk(torch.nn.Linear(3, 2), (torch.ones(1, 3),), tmp_path / "trunk.onnx")
+
+
+# A whole bundle.
+
+
+def test_a_batch_of_samples_is_refused_and_told_what_to_do(tmp_path: Path) -> None:
+    trunk, readout = torch.nn.Linear(4, 6), torch.nn.Linear(6, 2)
+    with pytest.raises(ShapeError, match=r"output of shape \(32, 6\) .* a batch of 32 samples.*max_rows=32"):
+        export(trunk, readout, (torch.zeros(32, 4),), tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+    one = export(trunk, readout, (torch.zeros(1, 4),), tmp_path / "one")
+    assert one.predict(np.zeros(4)).mean.shape == (2,)
+    rows = export(trunk, readout, (torch.zeros(32, 4),), tmp_path / "rows", max_rows=32)
+    assert rows.predict(np.zeros((32, 4))).mean.shape == (32, 2)
+
+
+def test_a_bundle_has_room_for_the_rows_of_its_trunk(features: Any, tmp_path: Path) -> None:
+    export(features, torch.nn.Linear(6, 2), EXAMPLE, tmp_path / "b")
+    model = Model.load(tmp_path / "b", backend="onnxruntime")
+    assert model.head.config["max_rows"] == 4
+    model.predict(np.zeros((4, 3)), np.ones((4, 2)))
+    model.observe(np.zeros((4, 2)))
+    with pytest.raises(ShapeError, match="head: expected max_rows >= 4"):
+        export(features, torch.nn.Linear(6, 2), EXAMPLE, tmp_path / "c", max_rows=3)
+    assert not (tmp_path / "c").exists()
+
+
+class Conv1D(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """As in transformers: a linear layer that keeps its weight as (inputs, outputs)."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = torch.nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Any) -> Any:
+        return x @ self.weight + self.bias
+
+
+class Renamed(Conv1D):
+    """The same under a name that nobody knows."""
+
+
+class Squashed(torch.nn.Linear):  # type: ignore[misc, name-defined]
+    def forward(self, x: Any) -> Any:
+        return super().forward(x).tanh()
+
+
+@pytest.mark.parametrize("outputs", [2, 6], ids=["2 outputs", "square"])
+def test_a_readout_with_a_transposed_weight_is_exported_as_it_computes(outputs: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trunk, readout = torch.nn.Linear(4, 6), Conv1D(outputs, 6)
+    model = export(trunk, readout, (torch.zeros(1, 4),), tmp_path / "b")
+    x = np.array([0.1, -0.2, 0.3, 0.4])
+    with torch.no_grad():
+        expected = readout(trunk(torch.tensor(x, dtype=torch.float32))).numpy()
+    np.testing.assert_allclose(model.predict(x).mean, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("readout", "error", "message"),
+    [
+        (
+            Renamed(6, 6),
+            NumericsError,
+            r"readout: .* differ by .* stored transposed, \(inputs, outputs\).*torch\.nn\.Linear",
+        ),
+        (
+            Renamed(2, 6),
+            ShapeError,
+            r"readout: expected a weight of shape \(outputs, 6\), .* got \(6, 2\) in a Renamed",
+        ),
+        (Squashed(6, 2), NumericsError, "readout: .* differ by .* do more than multiply and add"),
+        (torch.nn.Linear(5, 2), ShapeError, r"readout: expected a weight of shape \(outputs, 6\), .* got \(2, 5\)"),
+        (torch.nn.Sequential(torch.nn.Linear(6, 2)), RangeError, "readout: expected a torch.nn.Linear, .* Sequential"),
+    ],
+    ids=["square, transposed", "transposed", "more than linear", "another width", "no weight"],
+)
+def test_a_readout_that_the_head_would_not_reproduce_is_refused(
+    readout: Any, error: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        export(torch.nn.Linear(4, 6), readout, (torch.zeros(1, 4),), tmp_path / "b")
+    assert not (tmp_path / "b").exists()

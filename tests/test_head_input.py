@@ -14,6 +14,7 @@ import pytest
 
 import kbt_edge as kbt
 from kbt_edge import BundleError, DtypeError, KbtError, NumericsError, RangeError, ShapeError
+from kbt_edge.flight import FlightLog
 
 D, D_O, ROWS = 3, 2, 3
 H = np.array([0.5, -1.0, 2.0], np.float32)
@@ -230,6 +231,91 @@ def test_after_a_refused_update_observe_learns_at_the_h_that_was_predicted() -> 
     assert head.to_bytes() == other.to_bytes()
 
 
+@pytest.mark.parametrize("h", [H, H[None]], ids=["one row", "one row of several"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_number_is_a_target_for_one_output(h: np.ndarray, dtype: str) -> None:
+    answers = set()
+    numbers = [2, 2.0, np.float32(2), np.float64(2), np.int16(2), np.array(2.0), np.array(2)]
+    for y in (*numbers, np.full((*h.shape[:-1], 1), 2.0)):
+        head = kbt.Head(np.ones((1, D)), noise_var=0.1, dtype=dtype, max_rows=2)
+        head.predict(h)
+        answers.add((head.observe(y), head.update(h, y), head.update(h, y, 0.5), head.to_bytes()))
+    assert len(answers) == 1
+    refused(DtypeError, "y", lambda: head.update(h, True), head)
+    refused(ShapeError, "y", lambda: head.update(np.stack([H, H]), 2.0), head)
+
+
+@pytest.mark.parametrize("errors", ["warn", "raise"])
+@pytest.mark.parametrize("form", [list, np.array, np.float32], ids=["list", "float64", "float32"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.nan, "y: expected finite numbers, got nan at index 1"),
+        (3e38, r"h, y: expected .* got \|h\| up to 2, \|y\| up to 3e\+38"),
+        (1e39, "y: expected numbers that fit into float32, got 1e[+]39"),
+    ],
+    ids=str,
+)
+def test_a_refused_sample_is_counted_once_and_recorded_once(
+    value: float, message: str, form: Callable[..., Any], errors: Any
+) -> None:
+    if value == 1e39 and form is np.float32:
+        value, message = np.inf, "y: expected finite numbers, got inf at index 1"
+    head = make()
+    head.record(10)
+    y = form([1.0, value])
+    with np.errstate(all=errors):
+        refused(NumericsError, "y", lambda: head.update(H, y), head)
+        with pytest.raises(NumericsError, match=message):
+            head.update(H, y)
+    assert head.counters.rejected == len(FlightLog(head.flight_log())) == 2
+    head.predict(H)
+    with np.errstate(all=errors):
+        refused(NumericsError, "y", lambda: head.observe(y), head)
+    assert head.counters.rejected == len(FlightLog(head.flight_log())) == 3
+
+
+def test_a_refused_prediction_is_counted_once() -> None:
+    head = make()
+    for count, h in enumerate(
+        ([1e38] * D, np.full(D, 1e38), np.full(D, 1e38, np.float32), [1e39] * D, [np.nan] * D), 1
+    ):
+        refused(NumericsError, "h", partial(head.predict, h), head)
+        assert head.counters.rejected == count
+
+
+class Calling:
+    """An array that calls something while it is converted."""
+
+    def __init__(self, value: Any, call: Callable[[], object]) -> None:
+        self.value, self.call = value, call
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        self.call()
+        return np.array(self.value, dtype)
+
+
+@pytest.mark.parametrize("argument", ["y", "noise_var"])
+def test_a_target_that_uses_the_head_while_it_is_converted_is_refused(argument: str) -> None:
+    head, other = make(), make()
+    for call in (lambda: head.predict(-H), lambda: head.predict(H), lambda: head.observe(Y)):
+        head.predict(H)
+        calling = Calling(Y, call) if argument == "y" else Calling(1.0, call)
+        with pytest.raises(RangeError, match=r"observe: .* another one now; pass NumPy arrays"):
+            head.observe(*((calling,) if argument == "y" else (Y, calling)))
+    other.update(H, Y)  # only what the last call learned itself
+    assert head.to_bytes() == other.to_bytes()
+    head.update(H, Calling(Y, lambda: head.predict(-H)))  # says itself where it learns
+    other.update(H, Y)
+    assert head.to_bytes() == other.to_bytes()
+
+
+def test_dtypes_with_metadata_are_read_as_what_they_are() -> None:
+    head, other = make(), make()
+    marked = np.dtype(np.float32, metadata={"unit": "rad"})
+    assert head.update(H.astype(marked), Y.astype(marked)) == other.update(H, Y)
+
+
 def test_y_must_have_the_rows_of_the_prediction() -> None:
     head = make()
     head.predict(np.stack([H, H]))
@@ -327,7 +413,7 @@ SETTINGS: list[tuple[str, Any, type[KbtError], dict[str, Any]]] = [
     *[("max_rows", x, RangeError, {}) for x in (0, -1, 2**20 + 1)],
     *[("max_rows", x, DtypeError, {}) for x in (1.0, "1", None, True)],
     ("max_rows", 2**20, RangeError, {"covariance": "full"}),
-    *[("dtype", x, RangeError, {}) for x in ("float16", "int32", ">f4", "nonsense", np.longdouble, complex, object())],
+    *[("dtype", x, RangeError, {}) for x in ("float16", "int32", ">f4", "nonsense", np.longdouble, complex, ...)],
     *[("seed", x, RangeError, {}) for x in (-1, 2**64)],
     *[("seed", x, DtypeError, {}) for x in (1.0, "1", None, True)],
 ]
@@ -341,6 +427,23 @@ SETTINGS: list[tuple[str, Any, type[KbtError], dict[str, Any]]] = [
 def test_a_bad_setting_is_refused(argument: str, value: Any, error: type[KbtError], others: dict[str, Any]) -> None:
     settings = {"hidden": (6,), **others, argument: value}
     refused(error, argument, lambda: kbt.Head(WEIGHT, Y, **settings))
+
+
+def test_a_head_that_takes_more_than_a_gibibyte_is_made_only_if_asked_for() -> None:
+    """Refused before anything is allocated: no machine has room for the second one."""
+    weight = np.ones((1, 16))
+    for settings in ({"hidden": (100_000,)}, {"hidden": (20_000,), "covariance": "full"}):
+        with pytest.raises(RangeError, match=r"max_memory = 1 GiB, got one of [\d.e+]+ GiB \(widths 16 → \d+ → 1,"):
+            kbt.Head(weight, **settings)
+    means = [np.zeros((40_000, 17), np.float32), np.zeros((1, 40_001), np.float32)]
+    with pytest.raises(RangeError, match="smaller hidden layers, covariance='diagonal' or a larger max_memory"):
+        kbt.Head.from_means(means)
+    assert kbt.Head.from_means(means, covariance="diagonal").nbytes < 2**30
+    small = kbt.Head(weight)
+    assert kbt.Head(weight, max_memory=small.nbytes).nbytes == small.nbytes
+    with pytest.raises(RangeError, match="max_memory"):
+        kbt.Head(weight, max_memory=small.nbytes - 1)
+    refused(DtypeError, "max_memory", lambda: kbt.Head(weight, max_memory=1e9))  # type: ignore[arg-type]
 
 
 def test_softmax_needs_two_outputs() -> None:
@@ -664,5 +767,7 @@ def test_the_binding_refuses_what_no_class_of_the_package_sends() -> None:
             head._core.predict(*arguments)
     empty = type(head._core).__new__(type(head._core))
     with pytest.raises(TypeError, match="never initialised"):
-        empty.predict(np.ones(3, np.float32))
+        empty.predict(np.ones(3, np.float32), 0)
+    with pytest.raises(TypeError, match="integer"):
+        head._core.predict(np.ones(3, np.float32), "me")  # type: ignore[arg-type]
     assert head.to_bytes() == before

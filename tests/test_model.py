@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
+import pickle
 import shutil
 import struct
 import zlib
@@ -21,8 +24,9 @@ import tiny_onnx
 import kbt_edge as kbt
 from kbt_edge import bundle as bundles
 from kbt_edge.errors import BundleError, DtypeError, NumericsError, RangeError, ShapeError
+from kbt_edge.flight import FlightLog
 from kbt_edge.model import Model
-from kbt_edge.trunk import BackendError
+from kbt_edge.trunk import BackendError, Trunk
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
@@ -146,6 +150,37 @@ def test_a_noise_matrix_is_reported_in_squared_units() -> None:
     np.testing.assert_allclose(model.noise_var, R * np.outer(UNIT, UNIT), rtol=1e-6)
 
 
+KINDS: dict[str, Callable[..., Model]] = {
+    "short way": lambda **units: make_model(head=make_head(dtype="float32"), **units),
+    "float64 head": lambda **units: make_model(**units),
+    "two inputs": lambda **units: Model(tiny_onnx.TwoInputs().onnx, make_head(), backend="onnxruntime", **units),
+}
+INPUTS = {"short way": (X,), "float64 head": (X,), "two inputs": (X[:2], X[1:])}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("unit", [1e-30, 1e-19, 1e20, 1e30, (1e-30, 1e30), (1e12, 1e-25)], ids=str)
+def test_every_allowed_output_scale_gives_finite_positive_deviations(kind: str, unit: Any) -> None:
+    one, scaled = KINDS[kind](output_offset=0.0, output_scale=1.0), KINDS[kind](output_offset=0.0, output_scale=unit)
+    p, q = one.predict(*INPUTS[kind]), scaled.predict(*INPUTS[kind])
+    units = np.broadcast_to(np.asarray(unit, float), (2,))
+    for array in (*q, scaled.noise_var):
+        assert array.dtype == np.float64
+    np.testing.assert_allclose(q.mean, units * p.mean, rtol=1e-6)
+    np.testing.assert_allclose(q.std, units * p.std, rtol=1e-6)
+    np.testing.assert_allclose(q.total_std, units * p.total_std, rtol=1e-6)
+    np.testing.assert_allclose(q.cov, np.outer(units, units) * p.cov, rtol=1e-6)
+    np.testing.assert_allclose(np.sqrt(scaled.noise_var), units * np.sqrt(one.noise_var), rtol=1e-6)
+    assert (q.std > 0).all()
+    nis = scaled.observe(units * 0.5).nis
+    assert nis == pytest.approx(one.observe(np.array([0.5, 0.5])).nis, rel=1e-4)
+
+
+def test_probabilities_and_their_covariance_are_float64() -> None:
+    p = plain(kbt.Head(WEIGHT, BIAS, output="softmax")).predict(X)
+    assert [array.dtype for array in p] == [np.float64] * 3
+
+
 def test_one_number_scales_every_feature() -> None:
     one = make_model(input_mean=0.5, input_scale=2.0, output_offset=1.0, output_scale=3.0)
     each = make_model(
@@ -194,8 +229,9 @@ def test_observe_learns_the_prediction_without_running_the_trunk() -> None:
     assert one.head.to_bytes() == other.head.to_bytes()
 
 
-def test_only_the_latest_prediction_can_be_observed_and_only_once() -> None:
-    model = make_model()
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_only_the_latest_prediction_can_be_observed_and_only_once(dtype: str) -> None:
+    model = make_model(head=make_head(dtype=dtype))
     before = model.head.to_bytes()
     with pytest.raises(RangeError, match="expected a predict before it"):
         model.observe(Y)
@@ -211,15 +247,26 @@ def test_only_the_latest_prediction_can_be_observed_and_only_once() -> None:
         model.observe(Y)
 
 
-def test_a_number_is_a_target_for_one_output() -> None:
-    models = [make_model(head=make_head(1), output_offset=3.0, output_scale=7.0) for _ in range(5)]
-    targets = [2.5, np.float64(2.5), np.array(2.5), np.array([2.5]), [2.5]]
-    answers = []
-    for model, y in zip(models, targets, strict=True):
-        model.predict(X)
-        answers.append(model.observe(y))
-    assert len(set(answers)) == 1
-    assert models[0].update(X, 2) == models[1].update(X, np.array([2], np.int16))
+NUMBERS = [2, 2.0, np.float32(2), np.float64(2), np.int16(2), np.array(2.0), np.array(2), [2.0], np.array([2])]
+
+
+@pytest.mark.parametrize("make", [make_model, lambda head: Model(tiny_onnx.TwoInputs().onnx, head)], ids=["1", "2"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_number_is_a_target_for_one_output(make: Callable[..., Model], dtype: str) -> None:
+    answers = set()
+    for y in NUMBERS:
+        model = make(
+            head=make_head(1, dtype=dtype),
+            **({"output_offset": 3.0, "output_scale": 7.0} if make is make_model else {}),
+        )
+        x = (X,) if make is make_model else (X[:2], X[1:])
+        model.predict(*x)
+        answers.add((model.observe(y), model.update(x, y), model.update(x, y, 0.5), model.head.to_bytes()))
+    assert len(answers) == 1
+    for none in (True, "2"):
+        model.predict(*x)
+        with pytest.raises(DtypeError, match="y: expected real numbers"):
+            model.observe(none)
     with pytest.raises(ShapeError, match=r"y: expected shape \(2,\), got \(\)"):
         make_model().update(X, 2.5)
 
@@ -293,6 +340,235 @@ def test_a_refused_input_changes_nothing(x: Any, error: Any, message: str) -> No
     assert model.observe(Y) == undisturbed.observe(Y)
 
 
+# A refusal is explained from the one run that was refused.
+
+
+class Linear:
+    """x (1, 4) → h = x, or x (1, 2) and z (1, 2) → h = [x, z]: as large as its inputs."""
+
+    def __init__(self, inputs: int = 1) -> None:
+        node, names = tiny_onnx.node, ["x", "z"][:inputs]
+        shapes = [(name, (1, 4 // inputs), tiny_onnx.FLOAT) for name in names]
+        eye = np.eye(4, dtype=np.float32)
+        nodes = [node("MatMul", [name, f"{name}_to_h"], f"h_{name}") for name in names]
+        nodes.append(node("Add", ["h_x", "h_z" if inputs == 2 else "zero"], "h"))
+        constants = {f"{name}_to_h": block for name, block in zip(names, np.split(eye, inputs), strict=True)}
+        self.onnx = tiny_onnx.model(nodes, shapes, ("h", (1, 4)), constants | {"zero": np.zeros(4, np.float32)})
+
+
+COMPILER = (
+    importlib.util.find_spec("emx_onnx_cgen") is not None and shutil.which(os.environ.get("CC", "cc")) is not None
+)
+WAYS = [
+    "one input",
+    "two inputs",
+    "float64",
+    pytest.param("compiled", marks=pytest.mark.skipif(not COMPILER, reason="needs emx-onnx-cgen and a C compiler")),
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trunks")
+
+
+def by_way(way: str, cache: Path, **settings: Any) -> Model:
+    """A model for each way that a call can take through this package, with one output in units of 20."""
+    head = kbt.Head(np.ones((1, 4)), dtype="float64" if way == "float64" else "float32", **settings)
+    backend = "compiled" if way == "compiled" else "onnxruntime"
+    units = {"input_scale": 10.0, "output_offset": 1.0, "output_scale": 20.0}
+    return Model(Linear(2 if way == "two inputs" else 1).onnx, head, backend=backend, cache_dir=cache, **units)
+
+
+def given(way: str, x: Any) -> tuple[Any, ...]:
+    array = np.array(x, np.float64)
+    return (array[:2], array[2:]) if way == "two inputs" else (array,)
+
+
+def records(model: Model) -> int:
+    return len(FlightLog(model.head.flight_log()))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("errors", ["warn", "raise"])
+@pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        (np.nan, "y: expected finite numbers, got nan"),
+        ([np.inf], "y: expected finite numbers, got inf at index 0"),
+        (np.array([-np.inf]), "y: expected finite numbers, got -inf at index 0"),
+        ("too large", r"y: expected .* finite result .*, got \|y\| up to 3e\+(20|200)$"),
+        ("too large, as an array", r"y: expected .* finite result .*, got \|y\| up to 3e\+(20|200)$"),
+        ("too large, as a list", r"y: expected .* finite result .*, got \|y\| up to 3e\+(20|200)$"),
+    ],
+    ids=str,
+)
+def test_a_refused_target_is_counted_once_recorded_once_and_told_in_its_own_units(
+    way: str, y: Any, message: str, errors: Any, cache: Path
+) -> None:
+    if isinstance(y, str):
+        large = 3e200 if way == "float64" else 3e20
+        y = np.array([large]) if "array" in y else [large] if "list" in y else large
+    model, undisturbed = by_way(way, cache), by_way(way, cache)
+    model.head.record(10)
+    with np.errstate(all=errors):
+        model.predict(*given(way, X))
+        with pytest.raises(NumericsError, match=message):
+            model.observe(y)
+    assert model.head.counters.rejected == 1
+    assert records(model) == 1
+    undisturbed.predict(*given(way, X))
+    assert model.observe(21.0) == undisturbed.observe(21.0)
+
+
+@pytest.mark.parametrize("way", ["one input", "two inputs", WAYS[-1]])
+@pytest.mark.parametrize("y", [1e300, [1e300], np.array([1e300])], ids=repr)
+def test_a_target_that_only_the_head_cannot_hold_is_told_in_its_own_units(way: str, y: Any, cache: Path) -> None:
+    model = by_way(way, cache)
+    model.head.record(10)
+    model.predict(*given(way, X))
+    with pytest.raises(NumericsError, match=r"y: expected numbers that fit into float32 after scaling, got 1e\+300$"):
+        model.observe(y)
+    assert (model.head.counters.rejected, records(model)) == (1, 1)
+
+
+def test_a_noise_that_only_the_head_cannot_hold_is_told_in_its_own_units(cache: Path) -> None:
+    model = make_model(head=make_head(), output_scale=1e-30)
+    model.predict(X)
+    with pytest.raises(NumericsError, match=r"noise_var: expected variances that fit into float32 .* got up to 0\.5"):
+        model.observe(Y, 0.5)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with each run of a trunk that Python starts."""
+    started: list[int] = []
+    run = Trunk.__call__
+
+    def counted(self: Trunk, *inputs: Any, **settings: Any) -> Any:
+        started.append(1)
+        return run(self, *inputs, **settings)
+
+    monkeypatch.setattr(Trunk, "__call__", counted)
+    return started
+
+
+@pytest.mark.parametrize("way", ["one input", "two inputs", WAYS[-1]])
+@pytest.mark.parametrize("form", [tuple, lambda x: ([each.tolist() for each in x],)], ids=["arrays", "lists"])
+@pytest.mark.parametrize("errors", ["warn", "raise"])
+def test_a_prediction_that_the_head_refuses_runs_the_trunk_once_and_is_counted_once(
+    way: str, form: Any, errors: Any, cache: Path, runs: list[int]
+) -> None:
+    model = by_way(way, cache)
+    x = form(given(way, [0.0, 0.0, 0.0, 3e26]))  # h² does not fit into float32
+    x = x[0] if way == "two inputs" and isinstance(x[0], list) else x
+    with np.errstate(all=errors), pytest.raises(NumericsError, match=r"\|input '[xz]'\| up to 3e\+26"):
+        model.predict(*x)
+    assert model.head.counters.rejected == 1
+    assert len(runs) == (0 if way == "compiled" and form is tuple else 1)  # 0: it runs in C, without Python
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("errors", ["warn", "raise"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.nan, r"input '[xz]': expected finite numbers, got nan at index [13]"),
+        (1e300, r"input '[xz]': expected numbers that fit into float32 after scaling, got 1e\+300"),
+    ],
+)
+def test_an_input_that_the_trunk_refuses_is_told_in_its_own_units(
+    way: str, value: float, message: str, errors: Any, cache: Path
+) -> None:
+    model, undisturbed = by_way(way, cache), by_way(way, cache)
+    for each in (model, undisturbed):
+        each.predict(*given(way, X))
+    for call in (lambda *x: model.predict(*x), lambda *x: model.update(x if len(x) > 1 else x[0], 21.0)):
+        with np.errstate(all=errors), pytest.raises(NumericsError, match=message):
+            call(*given(way, [0.0, 0.0, 0.0, value]))
+    assert model.head.counters.rejected == 0
+    assert model.observe(21.0) == undisturbed.observe(21.0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_numbers_too_small_for_float32_are_no_error(way: str, cache: Path) -> None:
+    model = by_way(way, cache)
+    with np.errstate(all="raise"):
+        assert model.predict(*given(way, [1e-300] * 4)).mean == pytest.approx(1.0)
+        model.observe([1.0 + 1e-15], noise_var=1e-300)
+        model.update(given(way, [1e-45] * 4), 1.0)
+
+
+# Converting an argument may run any code.
+
+
+class Calling:
+    """An array that calls something while it is converted."""
+
+    def __init__(self, value: Any, call: Callable[[], object]) -> None:
+        self.value, self.call = value, call
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        self.call()
+        return np.array(self.value, dtype)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("argument", ["y", "noise_var"])
+def test_a_target_that_predicts_while_it_is_converted_is_refused(way: str, argument: str, cache: Path) -> None:
+    model = by_way(way, cache)
+    model.predict(*given(way, X))
+    before = model.head.to_bytes()
+    calling = Calling([2.0], lambda: model.predict(*given(way, -X)))
+    with pytest.raises(RangeError, match=r"observe: .* another one now; pass NumPy arrays"):
+        model.observe(*((calling,) if argument == "y" else (21.0, calling)))
+    assert model.head.to_bytes() == before
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_arguments_that_use_the_model_while_they_are_converted_are_learned_as_given(way: str, cache: Path) -> None:
+    model, plain_one = by_way(way, cache), by_way(way, cache)
+    state = model.head.to_bytes()
+    plain_one.update(given(way, X), 21.0, 4.0)
+
+    def disturb() -> None:
+        model.update(given(way, -X), -50.0)
+        model.head.restore(state)
+
+    x = tuple(Calling(each, disturb) for each in given(way, X))
+    model.update(x if len(x) > 1 else x[0], Calling([21.0], disturb), Calling(4.0, disturb))
+    assert model.head.to_bytes() == plain_one.head.to_bytes()
+    fresh = by_way(way, cache)  # converting has put the model back to that
+    np.testing.assert_array_equal(model.predict(*x).mean, fresh.predict(*given(way, X)).mean)
+
+
+# Whose prediction it is.
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prediction_is_observed_by_whoever_made_it(way: str, cache: Path) -> None:
+    model = by_way(way, cache)
+    before = model.head.to_bytes()
+    model.predict(*given(way, X))
+    with pytest.raises(RangeError, match=r"observe: .* made by a Model, .* call the model's observe"):
+        model.head.observe(21.0)
+    model.head.predict(X)
+    for y in (21.0, [21.0]):
+        with pytest.raises(RangeError, match=r"observe: .* of this model before it; .* made by its head"):
+            model.observe(y)
+    other = Model(Linear().onnx, model.head, output_scale=3.0, backend="onnxruntime")
+    other.predict(X)
+    with pytest.raises(RangeError, match=r"observe: .* by another model with that head"):
+        model.observe(21.0)
+    assert model.head.to_bytes() == before
+    other.observe(21.0)
+    model.head.predict(X)
+    model.head.observe(1.0)
+    model.predict(*given(way, X))
+    model.observe(21.0)
+    assert model.head.samples == 3
+
+
 def test_inputs_of_any_real_type_mean_the_same() -> None:
     model = make_model()
     x = np.array([1.0, -1.0, 8.0, 2.0])
@@ -346,6 +622,11 @@ def test_a_softmax_head_takes_labels_and_has_no_units() -> None:
     ("wrong", "error", "message"),
     [
         ({"head": kbt.Head(np.ones((1, 5)))}, ShapeError, "head: expected d = 3, .* got d = 5"),
+        (
+            {"trunk": tiny_onnx.Control(rows=2)},
+            ShapeError,
+            "head: expected max_rows >= 2, .* got max_rows = 1; make it",
+        ),
         ({"input_scale": 0.0}, RangeError, "input_scale of 'x': expected numbers from 1e-30"),
         ({"input_scale": [1, 1, 1, -1]}, RangeError, "input_scale of 'x'"),
         ({"input_mean": [1.0, 2.0]}, ShapeError, r"input_mean of 'x': expected shape a number or \(4,\), got \(2,\)"),
@@ -404,6 +685,61 @@ def test_both_backends_learn_the_same(tmp_path: Path) -> None:
             model.observe(y)
 
 
+# Copies.
+
+
+def learned(model: Model) -> tuple[bytes, str]:
+    """In another process: what the model is after three samples, and how it runs its trunk."""
+    learn(model, 0, 3)
+    return model.head.to_bytes(), model.trunk.backend
+
+
+COPIES: dict[str, Callable[[Model], Model]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_copy_is_a_model_of_its_own(how: str, dtype: str, tmp_path: Path) -> None:
+    model = make_model(head=make_head(dtype=dtype, noise="adaptive"), made={"by": "a test"})
+    learn(model, 0, 5)
+    model.save(tmp_path / "b")
+    model.predict(X)
+    twin = COPIES[how](model)
+    assert twin.bundle() == model.bundle()
+    assert twin.trunk.backend == model.trunk.backend == "onnxruntime"
+    with pytest.raises(RangeError, match="expected a predict before it"):
+        twin.observe(Y)
+    with pytest.raises(BundleError, match="expected a folder"):
+        twin.save()
+    before = model.head.to_bytes()
+    learn(twin, 5, 5)
+    assert model.head.to_bytes() == before
+    learn(model, 5, 5)
+    assert model.head.to_bytes() == twin.head.to_bytes()
+
+
+def test_a_copy_of_a_token_model_is_a_model_of_its_own() -> None:
+    head = kbt.Head(np.ones((5, 3)), output="softmax", noise="multinomial", max_rows=4)
+    model = Model(tiny_onnx.Tokens(5, 4, d=3).onnx, head, backend="onnxruntime")
+    twin = pickle.loads(pickle.dumps(model))
+    ids = np.array([1, 2, 3, 4])
+    twin.update((ids, ids), ids)
+    assert (model.head.samples, twin.head.samples) == (0, 1)
+
+
+@pytest.mark.long("starts Python once more, seconds of emulation")
+def test_a_model_is_sent_to_a_process_that_was_spawned() -> None:
+    model = make_model(head=make_head())
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        there = pool.apply(learned, (model,))
+    assert model.head.samples == 0
+    assert there == learned(model)
+
+
 # The bundle.
 
 
@@ -455,8 +791,14 @@ def test_the_shipped_bundle_is_never_written_to(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(BundleError, match="expected a folder"):
         model.save()
     model.save("cartpole")
-    assert Model.load("cartpole", backend="onnxruntime").head.samples == 5  # the one in the working directory
+    with pytest.raises(BundleError, match=r'write "\./cartpole" for .* or "kbt_edge:cartpole"'):
+        Model.load("cartpole", backend="onnxruntime")
+    assert Model.load("./cartpole", backend="onnxruntime").head.samples == 5
+    assert Model.load("kbt_edge:cartpole", backend="onnxruntime").head.samples == 0
     assert bundles.read(tmp_path / "package" / "cartpole").head == make_model().head.to_bytes()
+    with pytest.raises(BundleError, match="the name of a bundle of the package"):
+        model.save("kbt_edge:cartpole")
+    assert [path.name for path in Path().iterdir()] == ["cartpole"]
 
 
 def exchange(folder: Path, name: str, data: bytes, **said: Any) -> None:

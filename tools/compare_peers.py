@@ -422,7 +422,7 @@ def our_model() -> Any:
     import kbt_edge as kbt
 
     try:
-        shipped = kbt.Model.load("cartpole", backend="compiled")
+        shipped = kbt.Model.load("kbt_edge:cartpole", backend="compiled")
         readout = shipped.head.layers[-1].mean  # the shipped head is linear: give it the hidden layer of the peers
         head = kbt.Head(readout[:, :-1], readout[:, -1], hidden=(HIDDEN,), prior_var=(1e-6, 10.0), noise_var=1e-3)
         scaling = ("input_mean", "input_scale", "output_offset", "output_scale")

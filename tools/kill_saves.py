@@ -26,7 +26,7 @@ from kbt_edge import bundle as bundles
 
 def versions() -> list[bundles.Bundle]:
     """The shipped cart-pole bundle with two states of its head."""
-    base = bundles.read(bundles.find("cartpole"))
+    base = bundles.read(bundles.find("kbt_edge:cartpole"))
     head = kbt.Head.from_bytes(base.head)
     for i in range(25):
         head.update(np.full(head.d, 0.1 * i), np.ones(head.d_o))

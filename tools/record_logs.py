@@ -31,7 +31,7 @@ D = 6
 
 def cart_pole() -> kbt.Head:
     """The shipped policy learns the changed plant, in the loop of examples/control_loop.py; noise is learned."""
-    model = kbt.Model.load("cartpole")
+    model = kbt.Model.load("kbt_edge:cartpole")
     model.head.record(300)
     gain = cartpole.lqr_gain(cartpole.NEW)
     state = np.array([0.5, 0.0, 0.1, 0.0])
@@ -45,7 +45,7 @@ def cart_pole() -> kbt.Head:
 
 def token_pairs() -> kbt.Head:
     """The shipped token model learns a changed rule, rows of a pair at once: a softmax with labels."""
-    model = kbt.Model.load("tokens")
+    model = kbt.Model.load("kbt_edge:tokens")
     model.head.record(16)
     pairs = kbt.Sequences(model, start=tokens.START, pad=tokens.PAD)
     rng = np.random.default_rng(1)

@@ -37,7 +37,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     states = rng.uniform(-1, 1, (BLOCK, 4)) * [16, 12, 0.6, 1]
     forces = rng.normal(0, 20, BLOCK).tolist()
-    models = {backend: kbt.Model.load("cartpole", backend=backend) for backend in ("compiled", "onnxruntime")}
+    models = {backend: kbt.Model.load("kbt_edge:cartpole", backend=backend) for backend in ("compiled", "onnxruntime")}
     taken: dict[str, list[int]] = {backend: [] for backend in models}
     for model in models.values():
         block(model, states, forces)

@@ -49,20 +49,17 @@ def _timed(step: Callable[[int], object]) -> dict[str, Any]:
     return summary(taken)
 
 
-def _rows_of_h(work: Workload) -> list[Any]:
-    return [np.array(work.model._rows(inputs), np.float64) for inputs in work.inputs]
-
-
-def _targets(work: Workload) -> list[Any]:
-    """In the head's units, or labels."""
-    return [np.array(work.model._output.target(target)) for target in work.targets]
+def _samples(work: Workload) -> tuple[list[Any], list[Any]]:
+    """Rows h in float64, and targets in the head's units or labels."""
+    samples = [work.model._in_head_units(x, y) for x, y in zip(work.inputs, work.targets, strict=True)]
+    return [np.asarray(h, np.float64) for h, _ in samples], [y for _, y in samples]
 
 
 def _reference(work: Workload) -> Callable[[int], object]:
     head = work.model.head
     config = {key: value for key, value in head.config.items() if key not in ("widths", "dtype", "max_rows")}
     reference = ReferenceHead([layer.mean for layer in head.layers], **config)
-    h, y = _rows_of_h(work), _targets(work)
+    h, y = _samples(work)
     if head.config["output"] == "softmax":
         y = [np.eye(head.d_o)[labels] for labels in y]
     return lambda i: reference.update(h[i % len(h)], y[i % len(y)])
@@ -83,9 +80,10 @@ def _adam(work: Workload) -> Callable[[int], object]:
     head = work.model.head
     readout = torch.nn.Linear(head.d, head.d_o)
     optimiser = torch.optim.Adam(readout.parameters(), 1e-3)
-    h = [torch.tensor(rows, dtype=torch.float32) for rows in _rows_of_h(work)]
+    rows, targets = _samples(work)
+    h = [torch.tensor(row, dtype=torch.float32) for row in rows]
     labels = head.config["output"] == "softmax"
-    y = [torch.tensor(target, dtype=torch.int64 if labels else torch.float32) for target in _targets(work)]
+    y = [torch.tensor(target, dtype=torch.int64 if labels else torch.float32) for target in targets]
     loss_of = torch.nn.functional.cross_entropy if labels else torch.nn.functional.mse_loss
 
     def step(i: int) -> None:

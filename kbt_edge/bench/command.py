@@ -26,7 +26,7 @@ _MAX_RELEASES: Final = 5_000_000
 class Bench:
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add("bundle", nargs="?", default="cartpole", help="folder or name of the bundle to run (default: cartpole)")
+        add("bundle", nargs="?", default="kbt_edge:cartpole", help="folder or name of the bundle (default: cartpole)")
         add("--backend", choices=("auto", "compiled", "onnxruntime"), default="auto", help="how the trunk runs")
         add("--steps", type=int, metavar="N", help="back-to-back steps (default: 20000, fewer if they take long)")
         add("--rate", type=float, metavar="HZ", help="also run a paced control loop at this rate")

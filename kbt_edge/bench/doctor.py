@@ -108,7 +108,7 @@ class Probe:
         """Backend and its reason, for the bundle that ships with the package."""
         from kbt_edge.model import Model
 
-        model = Model.load("cartpole")
+        model = Model.load("kbt_edge:cartpole")
         model.predict(np.zeros(4))
         return model.trunk.backend, model.trunk.backend_reason
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kbt_edge import _core
+from kbt_edge import bundle as bundles
 from kbt_edge.model import Model
 
 __all__ = ["Workload", "load"]
@@ -35,6 +36,7 @@ class Workload:
 
 
 def load(name: str, backend: str, seed: int, rehearse: bool = False) -> Workload:
+    folder = bundles.find(name)
     model, other = Model.load(name, backend=backend), Model.load(name, backend=backend)
     rng = np.random.default_rng(seed)
     inputs = [_input(model, rng) for _ in range(SAMPLES)]
@@ -42,7 +44,7 @@ def load(name: str, backend: str, seed: int, rehearse: bool = False) -> Workload
     head, trunk = model.head.config, model.trunk
     whole = other._pipeline is not None and trunk.backend == "compiled"
     description = {
-        "bundle": str(name),
+        "bundle": folder.name if bundles.is_shipped(folder) else str(name),
         "trunk_backend": trunk.backend,
         "trunk_reason": trunk.backend_reason,
         "trunk_sha256": trunk.sha256,
@@ -85,8 +87,7 @@ def _c_loop(model: Model, inputs: list[tuple[Any, ...]], targets: list[Any], who
     if whole and model._pipeline is not None:
         x: NDArray[Any] = np.array([np.ravel(arguments[0]) for arguments in inputs], np.float64)
         return _core.Loop(model._pipeline, x, np.array([np.ravel(y) for y in targets], np.float64))
-    # Copies: trunk and scaling answer in buffers that the next call overwrites.
-    h = np.array([np.ravel(model._rows(arguments)).copy() for arguments in inputs])
-    y = np.array([np.ravel(model._output.target(target)).copy() for target in targets])
+    samples = [model._in_head_units(x, y) for x, y in zip(inputs, targets, strict=True)]
+    h, y = (np.array([np.ravel(array) for array in arrays]) for arrays in zip(*samples, strict=True))
     dtype = np.int32 if model.head.config["output"] == "softmax" else model.head.config["dtype"]
     return _core.Loop(model.head._core, model.trunk.rows, h, np.ascontiguousarray(y, dtype))

@@ -136,7 +136,7 @@ def lqr_gain(plant: CartPole, Q: ArrayLike | None = None, R: float = 1.0) -> Arr
     try:
         from scipy.linalg import solve_continuous_are
     except ImportError as error:
-        raise ImportError("lqr_gain needs SciPy: pip install 'kbt-edge[demo]'") from error
+        raise ImportError("lqr_gain needs SciPy: pip install 'kbt-edge[demo]'", name="scipy") from error
     weight = np.eye(4) if Q is None else np.asarray(Q, dtype=np.float64)
     if weight.shape != (4, 4):
         raise ShapeError(f"Q must have shape (4, 4), got {weight.shape}")

@@ -44,7 +44,7 @@ class Demo:
             raise RangeError(f"--samples: expected 1..100000, got {options.samples}")
         if options.seed < 0:
             raise RangeError(f"--seed: expected 0 or more, got {options.seed}")
-        model = Model.load("cartpole", backend=options.backend)
+        model = Model.load("kbt_edge:cartpole", backend=options.backend)
         rng = np.random.default_rng(options.seed)
         gain = cartpole.lqr_gain(cartpole.NEW)
         starts = cartpole.sample_starts(rng, _STARTS)

@@ -226,7 +226,7 @@ def computation_time(settings: Settings) -> Result:
     out: Result = {}
     for backend in ("compiled", "onnxruntime"):
         try:
-            model = Model.load("cartpole", backend=backend)
+            model = Model.load("kbt_edge:cartpole", backend=backend)
         except BackendError as error:
             out[f"KBT, trunk {backend}"] = {"seconds": None, "why": str(error)}
             continue

@@ -416,7 +416,7 @@ class Demo:
     def run(self, options: argparse.Namespace) -> Mapping[str, Any]:
         if options.seed < 0:
             raise RangeError(f"--seed: expected 0 or more, got {options.seed}")
-        model = Model.load("tokens", backend=options.backend)
+        model = Model.load("kbt_edge:tokens", backend=options.backend)
         return run_study(model, range(options.seed, options.seed + (1 if options.quick else SEEDS)))
 
     def text(self, result: Mapping[str, Any]) -> str:

@@ -3,8 +3,6 @@
  */
 #include "@name@.h"
 
-#include <float.h>
-#include <math.h>
 #include <string.h>
 
 int @name@_trunk_run(const void *const *inputs, float *output);
@@ -18,6 +16,15 @@ extern const size_t @name@_arena_bytes;
 
 static kbt_head *head;
 
+/* Results in physical units are doubles, as the square of a scale need not fit into a float. The head writes its own
+ * numbers to the start of the same memory. They are converted from the last to the first, so that none is overwritten
+ * before it is read. */
+static double head_value(const double *from, size_t i) {
+  @real@ value;
+  memcpy(&value, (const char *)from + i * sizeof value, sizeof value);
+  return (double)value;
+}
+
 kbt_status @name@_init(void) {
   kbt_config cfg;
   kbt_status status = kbt_state_config(@name@_state, sizeof @name@_state, &cfg);
@@ -29,7 +36,7 @@ kbt_status @name@_init(void) {
   return kbt_state_load(head, @name@_state, sizeof @name@_state);
 }
 
-kbt_status @name@_predict(@inputs@, double mean[@count@], @real@ cov[@count_squared@], @real@ total_var[@count@]) {
+kbt_status @name@_predict(@inputs@, double mean[@count@], double cov[@count_squared@], double total_var[@count@]) {
   if (@null_inputs@ || mean == NULL) return KBT_E_NULL;
 @scale_inputs@
   float h[@h_count@];

@@ -27,7 +27,7 @@ kbt_status @name@_init(void);
 /* @input_comment@.
  * mean: @rows@ x @outputs@. cov: epistemic covariance, or NULL. total_var: the variance of a new observation, or NULL.
  * @refused_input@: an input was refused; KBT_E_RANGE: the network's output is not finite. */
-kbt_status @name@_predict(@inputs@, double mean[@count@], @real@ cov[@count_squared@], @real@ total_var[@count@]);
+kbt_status @name@_predict(@inputs@, double mean[@count@], double cov[@count_squared@], double total_var[@count@]);
 
 /* Learn the target of the latest prediction, once. y: @rows@ x @outputs@ @target_comment@. result may be NULL. */
 kbt_status @name@_observe(const double y[@count@], kbt_result *result);
