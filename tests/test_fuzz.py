@@ -56,6 +56,18 @@ def test_nine_thousand_calls_of_a_head_are_answered_as_by_a_copy_made_from_its_b
     assert min(total["tally"][structure] for structure in ("full", "neuron", "diagonal")) >= 3000
 
 
+@pytest.mark.host_only("compiles for this machine with sanitizers")
+def test_three_hundred_random_graphs_are_refused_or_agree_with_onnxruntime(tmp_path: Path) -> None:
+    for package in ("emx_onnx_cgen", "onnx", "onnxruntime"):
+        pytest.importorskip(package, reason="the graphs go through it")
+    call = [sys.executable, str(FUZZ / "graphs.py"), "--graphs", "300", "--findings", str(tmp_path)]
+    answer = subprocess.run(call, capture_output=True, text=True, timeout=600, check=False)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    told = re.search(r"graphs: 300 graphs, (\d+) lies, (\d+) refused, .* (\d+) run;", answer.stdout)
+    assert told is not None, answer.stdout
+    assert min(map(int, told.groups())) > 40  # each of these happens often
+
+
 @pytest.mark.long("starts Python once more, seconds of emulation")
 def test_an_unknown_target_is_refused(tmp_path: Path) -> None:
     call = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "nonsense", "--work", str(tmp_path)]

@@ -439,9 +439,11 @@ class Case:
         return 4 * most
 
 
-def make_case(rng: np.random.Generator) -> Case:
+def make_case(rng: np.random.Generator, note: Path) -> Case:
+    """``note`` holds the graph meanwhile, in case that onnxruntime does not survive it."""
     maker = Maker(rng)
     model = maker.make()
+    note.write_bytes(model.SerializeToString())
     opset = model.opset_import[0]
     if maker.chance(0.5):
         opset.version = maker.pick([13, 16, 17, 18, 19, 20, 20, 20, 21, 22, 23])
@@ -594,7 +596,7 @@ def fuzz(graphs: int, seed: int, batch: int, findings: Path, quiet: bool = False
     while told["graphs"] < graphs:
         cases: list[Case] = []
         while len(cases) < batch and told["graphs"] < graphs:
-            case = make_case(rng)
+            case = make_case(rng, findings / f"{seed}-now.onnx")
             told["graphs"] += 1
             told["lies"] += case.lie
             try:
@@ -639,6 +641,7 @@ def fuzz(graphs: int, seed: int, batch: int, findings: Path, quiet: bool = False
             print(
                 f"graphs: {', '.join(f'{count} {what}' for what, count in told.items())}", file=sys.stderr, flush=True
             )
+    (findings / f"{seed}-now.onnx").unlink(missing_ok=True)
     missing = sorted(set(OPERATORS) - set(operators))
     print(f"graphs: {', '.join(f'{count} {what}' for what, count in told.items())}; operators never run: {missing}")
     return told
