@@ -582,7 +582,7 @@ def judge(case: Case, written: bytes) -> str:
 def fuzz(graphs: int, seed: int, batch: int, findings: Path, quiet: bool = False) -> Counter[str]:
     rng = np.random.default_rng(seed)
     translate = Translator()
-    told: Counter[str] = Counter()
+    told = Counter(dict.fromkeys(("graphs", "lies", "refused", "refused by onnxruntime alone", "run", "findings"), 0))
     operators: Counter[str] = Counter()
 
     findings.mkdir(parents=True, exist_ok=True)
