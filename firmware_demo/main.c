@@ -78,7 +78,7 @@ static uint32_t state_hash(void) {
 
 static void print_row(int period, PlantState s, double force, double total_var) {
   printf("  %5.1f  %7.2f  %7.2f  %7.3f  %7.3f  %9.2f  %8.2f\n", (double)period / PLANT_RATE, (double)s.x, (double)s.v,
-         (double)s.theta, (double)s.omega, force, sqrt(total_var));
+         (double)s.theta, (double)s.omega, force, (double)sqrtf((float)total_var));
 }
 
 /* Closes the loop from one start. Returns the seconds until the fall, or 0 if it ended balanced, -1 if neither. */

@@ -195,7 +195,7 @@ def test_a_number_is_a_target_for_one_output(policy: Generated) -> None:
     assert len(answers) == 1
     with pytest.raises(DtypeError, match="y: expected real numbers"):
         policy.update([0.1, 0.0, 0.0, 0.0], "2")
-    with pytest.raises(DtypeError, match="input 'x'"):
+    with pytest.raises(DtypeError, match="input 'state': expected real numbers"):
         policy.predict("abcd")
 
 
