@@ -302,7 +302,7 @@ def test_a_rehearsal_learns_nothing(bundle: Path, loop: str) -> None:
     assert learned[0] == learned[1]
     assert learned[0][0] != learned[0][1]  # one of the two has learned
     assert work.twin is not None
-    assert work.twin.head.samples > 0  # and the twin has, from releases that came in time; how many is up to the machine
+    assert work.twin.head.samples > 0  # and the twin has, from releases that came in time
 
 
 def test_the_c_loop_takes_labels_rows_and_float64() -> None:

@@ -3,8 +3,8 @@
     python tests/fuzz/graphs.py --graphs 20000 [--seed 0] [--batch 100]
 
 Shapes, attributes, types and numbers of inputs are random and often wrong, and a third of the graphs declare a shape
-that their nodes do not make. Each graph has to be refused, or its C has to run without a word from the address and the
-undefined behaviour sanitizer and to agree with onnxruntime to 1e-5. Many graphs go into one compilation. Prints what
+that their nodes do not make. Each graph has to be refused, or its C has to run without a report from the address and
+undefined behaviour sanitizers and to agree with onnxruntime to 1e-5. Many graphs go into one compilation. Prints what
 became of them; exits with 1 when anything was found, after writing the graphs in question to --findings.
 """
 
@@ -500,7 +500,7 @@ def make_case(rng: np.random.Generator, note: Path) -> Case:
     del tensor.shape.dim[:]
     for length in declared:
         tensor.shape.dim.add(dim_value=length)
-    if maker.chance(0.3):  # the values between are declared as well, and wrongly; nobody may believe it
+    if maker.chance(0.3):  # the values between are declared too, wrongly; the declarations must not be used
         for node in model.graph.node[:-1]:
             for output in node.output:
                 info = helper.make_tensor_value_info(output, maker.pick([FLOAT, INT64]), maker.dims())
