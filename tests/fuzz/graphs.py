@@ -586,13 +586,11 @@ def judge(case: Case, written: bytes) -> str:
             if status == 0:
                 return "finite where onnxruntime is not"
             continue
-        if status != 0 and case.finite_throughout(feed):
-            return f"status {status} where onnxruntime is finite"
-        if status != 0:
-            continue  # NaN is lost on the way in some kernels of onnxruntime, and in none of ours
-        away = float(np.abs(got - answer).max())
-        if away > TOLERANCE * max(1.0, float(np.abs(answer).max())) and away > case.trembling(feed, answer):
-            return f"differs from onnxruntime by {away:.1e}"
+        away = float(np.abs(got - answer).max()) if status == 0 else float("inf")
+        if away <= TOLERANCE * max(1.0, float(np.abs(answer).max())) or not case.finite_throughout(feed):
+            continue  # some reductions of onnxruntime lose NaN on the way, others do not; C never does
+        if away > case.trembling(feed, answer):
+            return f"status {status}, differs from onnxruntime by {away:.1e}"
     return ""
 
 
