@@ -1,10 +1,8 @@
-// kbt_mailbox.cpp - copies of a posterior between one writer and one reader. kbt_mailbox.h says why that is safe.
-#include "kbt_mailbox.h"
-
+// mailbox.cpp - copies of a posterior between one writer and one reader. kbt_mailbox.h says why that is safe.
 #include <atomic>
-#include <utility>
 
 #include "engine.hpp"
+#include "kbt_mailbox.h"
 #include "state.hpp"
 
 namespace {
@@ -14,14 +12,13 @@ struct Slot {
   std::uint64_t samples;
   bool noise_is_matrix;
 };
-constexpr std::uint32_t kFresh = 4;  // beside the number of a slot: posted and not yet taken
-constexpr std::uint32_t kSlots = 4;
-constexpr std::uint32_t kParts = 16;  // in which kbt_follow asks for a copy: one arrives while the head predicts
+constexpr std::uint32_t kFresh = 4;  // flag beside a slot number: posted and not yet taken
+constexpr std::uint32_t kSlots = 3;
 
 }  // namespace
 
-// What never changes, what the learner writes, what changes hands and each side's own stand apart, so that neither side
-// slows the other down. Behind it lie the copies.
+// Constants, the learner's data, the shared index and each side's own index lie in cache lines of their own, so that
+// neither side slows the other down. The copies follow the struct.
 struct kbt_mailbox {
   kbt_config cfg;
   std::size_t bytes;  // of a copy, a multiple of KBT_ARENA_ALIGN
@@ -29,9 +26,6 @@ struct kbt_mailbox {
   alignas(KBT_ARENA_ALIGN) std::atomic<std::uint32_t> middle;
   alignas(KBT_ARENA_ALIGN) std::uint32_t writers;
   alignas(KBT_ARENA_ALIGN) std::uint32_t readers;
-  std::uint32_t next;   // the reader's too: what it takes next, if it is
-  bool coming;          // and else a copy without use
-  std::uint32_t asked;  // parts of what is coming
 
   void *numbers(std::uint32_t slot) { return reinterpret_cast<unsigned char *>(this + 1) + slot * bytes; }
 };
@@ -56,34 +50,6 @@ void fill(kbt_mailbox &box, std::uint32_t slot, const kbt_head *head) {
   });
 }
 
-bool posted(const kbt_mailbox &box) {
-  return (box.middle.load(std::memory_order_relaxed) & kFresh) != 0;
-}
-
-// What was posted is the reader's from now on, in exchange for a copy that it has no use for.
-void fetch(kbt_mailbox &box) {
-  box.next = box.middle.exchange(box.next, std::memory_order_acq_rel) & ~kFresh;
-  box.coming = true;
-  box.asked = 0;
-}
-
-void take_next(kbt_head *head, kbt_mailbox &box) {
-  std::swap(box.readers, box.next);
-  box.coming = false;
-  const Slot &slot = box.slots[box.readers];
-  kbt::as_head(head, [&](auto &self) { self.take_over(box.numbers(box.readers), slot.samples, slot.noise_is_matrix); });
-  if (head->tap != nullptr) head->tap->replaced(head->tap);
-}
-
-// Towards the second cache of this core: the first one holds what the reader predicts with meanwhile. Inlined, because
-// a compiler may leave out the call of a function that, but for prefetching, does nothing.
-KBT_INLINE void ask_for_next(kbt_mailbox &box) {
-  const std::size_t bytes = box.bytes / kParts;
-  const auto *numbers = static_cast<const unsigned char *>(box.numbers(box.next)) + box.asked++ * bytes;
-  for (std::size_t i = 0; i < bytes; i += KBT_ARENA_ALIGN) __builtin_prefetch(numbers + i, 0, 2);
-  __builtin_prefetch(box.slots + box.next, 0, 2);
-}
-
 }  // namespace
 
 size_t kbt_mailbox_bytes(const kbt_head *head) {
@@ -102,7 +68,6 @@ kbt_status kbt_mailbox_init(const kbt_head *head, void *memory, size_t bytes, kb
   box->writers = 0;
   box->middle.store(1 | kFresh, std::memory_order_release);
   box->readers = 2;
-  box->next = 3;
   *mailbox = box;
   return KBT_OK;
 }
@@ -116,19 +81,12 @@ kbt_status kbt_post(const kbt_head *head, kbt_mailbox *mailbox) {
 
 kbt_status kbt_take(kbt_head *head, kbt_mailbox *mailbox) {
   if (const kbt_status status = check(head, mailbox); status != KBT_OK) return status;
-  if (posted(*mailbox)) fetch(*mailbox);
-  if (mailbox->coming) take_next(head, *mailbox);
-  return KBT_OK;
-}
-
-kbt_status kbt_follow(kbt_head *head, kbt_mailbox *mailbox) {
-  if (const kbt_status status = check(head, mailbox); status != KBT_OK) return status;
-  if (!mailbox->coming && posted(*mailbox)) fetch(*mailbox);
-  if (!mailbox->coming) return KBT_OK;
-  if (mailbox->asked < kParts) {
-    ask_for_next(*mailbox);
-  } else {
-    take_next(head, *mailbox);
-  }
+  if ((mailbox->middle.load(std::memory_order_relaxed) & kFresh) == 0) return KBT_OK;
+  mailbox->readers = mailbox->middle.exchange(mailbox->readers, std::memory_order_acq_rel) & ~kFresh;
+  const Slot &slot = mailbox->slots[mailbox->readers];
+  kbt::as_head(head, [&](auto &self) {
+    self.take_over(mailbox->numbers(mailbox->readers), slot.samples, slot.noise_is_matrix);
+  });
+  if (head->tap != nullptr) head->tap->replaced(head->tap);
   return KBT_OK;
 }

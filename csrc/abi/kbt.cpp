@@ -148,6 +148,9 @@ const char *kbt_status_str(kbt_status status) {
     case KBT_E_BLOB_CRC: return "the state blob is damaged";
     case KBT_E_BLOB_CONFIG: return "the state blob is of another configuration";
     case KBT_E_BLOB_VALUE: return "the state blob holds values that no head can have";
+    case KBT_E_TRUNK_INPUT: return "the network refused an input";
+    case KBT_E_TRUNK_OUTPUT: return "the network's output is not finite";
+    case KBT_E_OWNER: return "the latest prediction was made by another policy, or by the head itself";
   }
   return "unknown status";
 }
@@ -180,6 +183,10 @@ kbt_status kbt_config_check(const kbt_config *cfg, const char **field) {
 
 size_t kbt_arena_bytes(const kbt_config *cfg) {
   return cfg != nullptr && bad_setting(*cfg) == nullptr ? planned_bytes_of(*cfg) : 0;
+}
+
+size_t kbt_record_bytes(int32_t dtype) {
+  return dtype == KBT_FLOAT64 ? sizeof(kbt::Head<double>) : sizeof(kbt::Head<float>);
 }
 
 kbt_status kbt_init(const kbt_config *cfg, void *arena, size_t arena_bytes, kbt_head **head) {
@@ -333,17 +340,6 @@ kbt_status kbt_get_cov(const kbt_head *head, int32_t layer, void *cov) {
         }
       }
     }
-    return KBT_OK;
-  });
-}
-
-kbt_status kbt_get_factor_range(const kbt_head *head, int32_t layer, double *smallest, double *largest) {
-  if (head == nullptr || smallest == nullptr || largest == nullptr) return KBT_E_NULL;
-  if (layer < 0 || layer >= head->cfg.layers) return KBT_E_LAYER;
-  return as_head(head, [&](const auto &self) {
-    const auto D = self.weights(layer).range_of_D();
-    *smallest = static_cast<double>(D.smallest);
-    *largest = static_cast<double>(D.largest);
     return KBT_OK;
   });
 }

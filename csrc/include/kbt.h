@@ -54,7 +54,10 @@ typedef enum kbt_status {
   KBT_E_BLOB_VERSION = 15, /* state blob: written by a newer format */
   KBT_E_BLOB_CRC = 16,     /* state blob: damaged */
   KBT_E_BLOB_CONFIG = 17,  /* state blob: of another configuration */
-  KBT_E_BLOB_VALUE = 18    /* state blob: intact, but holds a non-finite mean or covariance or a negative variance */
+  KBT_E_BLOB_VALUE = 18,   /* state blob: intact, but holds a non-finite mean or covariance or a negative variance */
+  KBT_E_TRUNK_INPUT = 19,  /* kbt_policy.h: the network refused an input, such as NaN or an id out of range */
+  KBT_E_TRUNK_OUTPUT = 20, /* kbt_policy.h: the network's output is not finite */
+  KBT_E_OWNER = 21         /* kbt_policy.h: the latest prediction was not made by this policy */
 } kbt_status;
 
 enum { KBT_FLOAT32 = 0, KBT_FLOAT64 = 1 };                                          /* dtype */
@@ -126,6 +129,8 @@ KBT_API void kbt_config_default(kbt_config *cfg, int32_t d, int32_t d_o);
 KBT_API kbt_status kbt_config_check(const kbt_config *cfg, const char **field);
 /* Bytes of arena that kbt_init needs; 0 when the configuration is refused. */
 KBT_API size_t kbt_arena_bytes(const kbt_config *cfg);
+/* How many of them depend on the machine, because they hold pointers; the rest are numbers. For code generators. */
+KBT_API size_t kbt_record_bytes(int32_t dtype);
 
 /* Lay a head out in `arena`. Its weights are zero until kbt_set_prior, kbt_set_means or kbt_state_load. The head lives
  * as long as the arena; there is nothing to free, and the arena must not be moved. */
@@ -169,8 +174,6 @@ KBT_API kbt_status kbt_get_noise(const kbt_head *head, void *noise, int32_t *cou
 KBT_API kbt_status kbt_get_mean(const kbt_head *head, int32_t layer, void *mean);
 /* cov of the weights. full: (n (m+1))^2; neuron: n x (m+1)^2; diagonal: n x (m+1). */
 KBT_API kbt_status kbt_get_cov(const kbt_head *head, int32_t layer, void *cov);
-/* Smallest and largest entry of D over a layer's factors: the cheap sign of health. */
-KBT_API kbt_status kbt_get_factor_range(const kbt_head *head, int32_t layer, double *smallest, double *largest);
 
 /* The learned state as little-endian bytes, the same on every machine: header, configuration, means, factors, noise,
  * CRC-32. */

@@ -1,0 +1,92 @@
+/* kbt_policy.h - a frozen network, the head behind it, and the physical units around both. C99, no heap.
+ *
+ * The network gets (x - mean) / scale. The head's output u means y = offset + scale * u, so means come out as
+ * offset + scale * E u, covariances as scale_i * scale_k * Cov(u_i, u_k), noise goes in as R / (scale_i * scale_k), and
+ * a log density loses the sum of log scale. All of it is computed in double: an offset needs more digits than a float
+ * has, and the square of a scale need not fit into one.
+ *
+ * The caller owns the struct and everything it points to, fills it, and calls kbt_policy_init once. Probabilities
+ * (softmax) have no units: offset 0 and scale 1. A call that is refused (KBT_E_...) has learned nothing and leaves its
+ * results, but for cov and total_var, as they were.
+ */
+#ifndef KBT_POLICY_H
+#define KBT_POLICY_H
+
+#include "kbt.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Run the network: one array per input, floats or int64_t ids, to h (rows x d). Returns 0; 1: an input was refused;
+ * anything else: the output is not finite. */
+typedef int kbt_trunk(void *context, const void *const *inputs, float *h);
+
+typedef struct kbt_policy_input {
+  int32_t count;              /* numbers in this input */
+  int32_t features;           /* length of its last axis; 0: int64_t ids, which are passed on as they are */
+  const double *mean, *scale; /* one of each per feature */
+  float *scaled;              /* room for `count` */
+} kbt_policy_input;
+
+typedef struct kbt_policy {
+  kbt_head *head;
+  int32_t rows; /* of the network's output, 1..max_rows of the head */
+  int32_t input_count;
+  const kbt_policy_input *inputs;
+  const void **network_inputs;  /* room for input_count pointers */
+  kbt_trunk *trunk;             /* NULL: the caller scales with kbt_policy_scale_input and writes h itself */
+  void *context;                /* for `trunk` */
+  const double *offset, *scale; /* d_o each */
+  double log_scale;             /* rows * sum of log scale */
+  float *h;                     /* rows x d, the network's output */
+  double *wide_h;               /* rows x d for a float64 head, else NULL */
+  void *u;                      /* room for rows x d_o in the head's dtype */
+  double *noise;                /* room for d_o x d_o; NULL: noise is never given */
+  /* Where several policies, or others, use the head: who has made its latest prediction. NULL: nobody else uses it. */
+  const struct kbt_policy **latest;
+  int32_t d, outputs, is_double; /* set by kbt_policy_init */
+} kbt_policy;
+
+/* Check what was filled in, and read the sizes from the head. KBT_E_NULL, or KBT_E_ROWS. */
+KBT_API kbt_status kbt_policy_init(kbt_policy *policy);
+
+/* x: one array per input in physical units, double or int64_t ids. Scales them, runs the network and leaves its output
+ * in h. KBT_E_TRUNK_INPUT or KBT_E_TRUNK_OUTPUT if the network refuses. */
+KBT_API kbt_status kbt_policy_features(kbt_policy *policy, const void *const *x);
+/* One input only, to its `scaled`, for a caller that runs the network itself. */
+KBT_API void kbt_policy_scale_input(const kbt_policy_input *input, const double *x);
+
+/* mean: rows x d_o. cov: (rows * d_o)^2 epistemic, or NULL. total_var: rows x d_o, or NULL. */
+KBT_API kbt_status kbt_policy_predict(kbt_policy *policy, const void *const *x, double *mean, double *cov,
+                                      double *total_var);
+/* The same at the rows in h. */
+KBT_API kbt_status kbt_policy_predict_rows(kbt_policy *policy, double *mean, double *cov, double *total_var);
+
+/* Learn the target y (rows x d_o) of the latest prediction, once. noise overrides R for this call: 1, d_o or d_o * d_o
+ * numbers in squared units of y, or NULL, 0. `result` may be NULL. KBT_E_OWNER: the latest prediction of the head was
+ * not made by this policy. */
+KBT_API kbt_status kbt_policy_observe(kbt_policy *policy, const double *y, const double *noise, int32_t noise_count,
+                                      kbt_result *result);
+KBT_API kbt_status kbt_policy_observe_labels(kbt_policy *policy, const int32_t *labels, const double *noise,
+                                             int32_t noise_count, kbt_result *result);
+/* The same at the rows in h, without a prediction before. */
+KBT_API kbt_status kbt_policy_update_rows(kbt_policy *policy, const double *y, const double *noise, int32_t noise_count,
+                                          kbt_result *result);
+KBT_API kbt_status kbt_policy_update_rows_labels(kbt_policy *policy, const int32_t *labels, const double *noise,
+                                                 int32_t noise_count, kbt_result *result);
+
+/* What the head would learn from y: u (rows x d_o) in the head's dtype. What does not fit becomes infinite. */
+KBT_API void kbt_policy_target(const kbt_policy *policy, const double *y, void *u);
+/* Noise in squared units of y as noise of u, for `outputs` scales. `to` has room for outputs * outputs numbers;
+ * *to_count is outputs or outputs * outputs. KBT_E_NOISE: `count` is none of 1, outputs and outputs * outputs. */
+KBT_API kbt_status kbt_policy_scale_noise(const double *noise, int32_t count, const double *scale, int32_t outputs,
+                                          double *to, int32_t *to_count);
+/* The head's noise in squared units of y; room for d_o * d_o numbers is required, *count is d_o or d_o * d_o. */
+KBT_API kbt_status kbt_policy_get_noise(const kbt_policy *policy, double *noise, int32_t *count);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* KBT_POLICY_H */
