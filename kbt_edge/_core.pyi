@@ -9,12 +9,41 @@ from kbt_edge.head import Prediction, Update
 
 ABI_VERSION: int
 MAX_LAYERS: int
-TRUNK_INPUT: int  # what a verb answers instead of a status, if the head was not asked
-TRUNK_OUTPUT: int
-OTHER_OWNER: int
+
+# kbt_status of kbt.h
+OK: int
+GATED: int
+E_NULL: int
+E_CONFIG: int
+E_SIZE: int
+E_ALIGN: int
+E_ROWS: int
+E_NONFINITE: int
+E_RANGE: int
+E_NOISE: int
+E_LABEL: int
+E_ORDER: int
+E_LAYER: int
+E_BLOB_SHORT: int
+E_BLOB_FOREIGN: int
+E_BLOB_VERSION: int
+E_BLOB_CRC: int
+E_BLOB_CONFIG: int
+E_BLOB_VALUE: int
+E_TRUNK_INPUT: int
+E_TRUNK_OUTPUT: int
+E_OWNER: int
+
+# Names of the choices in Config: the number there is the index here.
+DTYPES: tuple[str, ...]
+OUTPUTS: tuple[str, ...]
+COVARIANCES: tuple[str, ...]
+RULES: tuple[str, ...]
+NOISES: tuple[str, ...]
+
 COMPILER: str  # that built the core, with its version
 HAS_COUNTER: bool  # whether a process can read the processor's counter
-RECORD_BYTES: tuple[int, int]
+RECORD_BYTES: tuple[int, int]  # by dtype: the part of an arena that depends on the machine
 
 def status_str(status: int) -> str: ...
 def set_results(prediction: type[Prediction], update: type[Update], error: type[KbtError]) -> None:
@@ -54,9 +83,8 @@ class Core:
     def __init__(self, config: Config) -> None: ...
     def post_to(self, mailbox: Mailbox) -> None: ...
     def take(self, mailbox: Mailbox) -> None: ...
-    def predict(self, h: object, owner: int, /) -> Prediction | int | None: ...
-    def learn(self, h: object, y: object, noise: object, owner: int, /) -> Update | int | None: ...
-    def new_owner(self) -> int: ...
+    def predict(self, h: object, /) -> Prediction | int | None: ...
+    def learn(self, h: object, y: object, noise: object, /) -> Update | int | None: ...
     @property
     def ticket(self) -> int: ...
     def set_prior(self, weight: npt.NDArray[Any], bias: npt.NDArray[Any], seed: int) -> int: ...
@@ -65,7 +93,6 @@ class Core:
     def noise(self) -> npt.NDArray[np.floating[Any]]: ...
     def mean(self, layer: int) -> npt.NDArray[np.floating[Any]]: ...
     def cov(self, layer: int) -> npt.NDArray[np.floating[Any]]: ...
-    def factor_range(self, layer: int) -> tuple[float, float]: ...
     def counters(self) -> tuple[int, int, int]: ...
     def health(self) -> tuple[int, int, float, float, float, float, float, float]: ...
     def record_flight(self, samples: int) -> bool: ...
@@ -89,22 +116,30 @@ class Core:
     @property
     def config(self) -> Config: ...
 
-class Pipeline:
+class Policy:
+    """kbt_policy.h: a trunk, a head and the physical units around them."""
+
     def __init__(
         self,
         core: Core,
-        owner: int,
         trunk: int,
-        x: npt.NDArray[np.float32],
+        inputs: list[tuple[npt.NDArray[np.float32] | None, list[float], list[float]]],
         h: npt.NDArray[np.float32],
-        mean: list[float],
-        scale: list[float],
         offset: list[float],
-        output_scale: list[float],
+        scale: list[float],
+        log_scale: float,
     ) -> None: ...
     def predict(self, x: object, /) -> Prediction | int | None: ...
     def predict_rows(self) -> Prediction | int: ...
-    def observe(self, y: object, /) -> Update | int | None: ...
+    def learn(self, at_rows: bool, y: object, noise: object, /) -> Update | int | None: ...
+    def scale_input(self, i: int, x: npt.NDArray[np.float64]) -> None: ...
+    def to_head_units(self, y: npt.NDArray[np.float64]) -> npt.NDArray[Any]: ...
+    def noise(self) -> npt.NDArray[np.float64]: ...
+    @property
+    def runs_alone(self) -> bool:
+        """Whether predict(x) runs the trunk: a compiled one of one real input."""
+
+def scale_noise(noise: npt.NDArray[np.float64], scale: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]: ...
 
 # Loops that time themselves, for kbt_edge.bench.
 
@@ -133,7 +168,7 @@ class Loop:
     @overload
     def __init__(self) -> None: ...
     @overload
-    def __init__(self, pipeline: Pipeline, x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> None: ...
+    def __init__(self, policy: Policy, x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> None: ...
     @overload
     def __init__(self, core: Core, rows: int, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> None: ...
     def stages(self, first: int, steps: int, trunk_repeat: int, head_repeat: int, recorder: Recorder) -> int: ...

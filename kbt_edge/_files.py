@@ -50,10 +50,10 @@ def _sync(folder: Path) -> None:
 
 
 def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:
-    """The bytes of a regular file that must not be longer than ``limit``; memory is asked for only as it is needed.
+    """The bytes of a regular file of at most ``limit`` bytes. Memory is allocated only for what the file holds.
 
-    What a stranger may have put there instead is neither waited for (a FIFO) nor read without end (a device). The last
-    component may be a link; whoever must not follow it resolves the path first.
+    The path may come from an untrusted source: FIFOs do not block, and devices are not read. The last component may be
+    a link; callers that must not follow links resolve the path first.
     """
     name = os.fspath(path)
     try:
@@ -61,7 +61,7 @@ def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:
         with open(handle, "rb") as file:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode):
-                raise BundleError(f"{name}: expected a regular file, got something else")
+                raise BundleError(f"{name}: not a regular file")
             if found.st_size > limit:
                 raise BundleError(f"{name}: expected at most {limit} bytes, the file has {found.st_size}")
             data = file.read(found.st_size + 1)
@@ -69,8 +69,8 @@ def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:
         raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise BundleError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if len(data) != found.st_size:  # it is being written, or lies in a file system that does not know its sizes
-        raise BundleError(f"{name}: expected {found.st_size} bytes, as its size says, got another number")
+    if len(data) != found.st_size:  # it is being written, or the file system reports no sizes
+        raise BundleError(f"{name}: read {len(data)} bytes, but its size is {found.st_size}; is it being written?")
     return data
 
 

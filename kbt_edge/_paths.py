@@ -1,18 +1,16 @@
-"""``kbt-edge paths``: where the C library of this installation is, for pkg-config, CMake and compilers."""
+"""Where the C library of this installation is."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.metadata
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import kbt_edge
 from kbt_edge.errors import BundleError
 
-__all__ = ["Paths", "installed"]
+__all__ = ["FOLDERS", "installed"]
 
 FOLDERS: Final = {
     "include": "include/kbt.h",
@@ -31,19 +29,3 @@ def installed(name: str) -> Path:
         if (folder / name).is_file():
             return folder / name
     raise BundleError(f"{name}: expected in one of {', '.join(map(str, folders))}; is kbt-edge installed?")
-
-
-class Paths:
-    """``kbt-edge paths [include|lib|pkgconfig|cmake]``"""
-
-    def arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("folder", nargs="?", choices=tuple(FOLDERS), help="only this one, for use in a command")
-
-    def run(self, options: argparse.Namespace) -> Mapping[str, Any]:
-        wanted = [options.folder] if options.folder else list(FOLDERS)
-        return {name: str(installed(FOLDERS[name]).parent) for name in wanted}
-
-    def text(self, result: Mapping[str, Any]) -> str:
-        if len(result) == 1:
-            return "".join(result.values())
-        return "\n".join(f"{name:<10} {path}" for name, path in result.items())

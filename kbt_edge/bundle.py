@@ -4,9 +4,9 @@
     head.kbt       configuration and learned state of the head; the only file that learning changes
     bundle.json    what the two are: sizes, shapes, scaling, the SHA-256 of the trunk, how it was made
 
-A bundle may come from anyone, so ``read`` trusts none of it: no file name is taken from the JSON, no link may lead out
-of the folder, every size is known and limited before a byte is read, the JSON has one exact form, and what it says must
-be what the files hold. The only error raised is ``BundleError``.
+A bundle may come from an untrusted source, so ``read`` checks all of it: no file name is taken from the JSON, no link
+may lead out of the folder, every size is limited before a byte is read, the JSON has one exact form, and it must match
+the files. The only error raised is ``BundleError``.
 
 ``write`` never breaks a bundle. In a new folder ``bundle.json`` comes last, and without it there is no bundle. In the
 bundle's own folder only ``head.kbt`` is replaced, by one atomic rename: whatever kills the process, the old state is
@@ -30,9 +30,10 @@ from typing import Any, Final, NoReturn
 
 from kbt_edge import _core
 from kbt_edge._files import make_folder, read_bounded, write_atomic
-from kbt_edge._onnxfile import MAX_BYTES as MAX_TRUNK_BYTES
 from kbt_edge.errors import BundleError
 from kbt_edge.head import memory_limit
+from kbt_edge.onnxfile import MAX_BYTES as MAX_TRUNK_BYTES
+from kbt_edge.settings import DTYPES, OUTPUTS
 
 __all__ = ["FORMAT", "Bundle", "BundleInput", "find", "read", "write"]
 
@@ -50,7 +51,6 @@ MAX_TEXT: Final = 1000
 
 PREFIX: Final = "kbt_edge:"  # of the names of shipped bundles
 _SHIPPED = Path(__file__).parent / "bundles"
-_OUTPUTS, _DTYPES = ("gaussian", "softmax"), ("float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Bundle:
     offset: tuple[float, ...] | None = None
     scale: tuple[float, ...] | None = None
     made: Mapping[str, str] = field(default_factory=dict)
-    """How it was made, in a few words by key."""
+    """How it was made: short texts by key."""
 
 
 def find(name_or_path: str | os.PathLike[str]) -> Path:
@@ -178,8 +178,8 @@ def _describe(bundle: Bundle) -> dict[str, Any]:
         "bytes": len(bundle.head),
         "widths": list(config.widths),
         "max_rows": config.max_rows,
-        "output": _OUTPUTS[config.output],
-        "dtype": _DTYPES[config.dtype],
+        "output": OUTPUTS[config.output],
+        "dtype": DTYPES[config.dtype],
     }
     if bundle.offset is not None and bundle.scale is not None:
         head |= {"offset": list(bundle.offset), "scale": list(bundle.scale)}
@@ -225,7 +225,7 @@ def _first_difference(one: Any, other: Any, where: str = "") -> tuple[str, Any, 
 
 
 def _must_be_the_same(folder: Path, described: dict[str, Any]) -> None:
-    """How it was made may differ. Anything else would need two files to change at once, which no rename can do."""
+    """``made`` may differ. Anything else would change two files at once, which no rename can do atomically."""
     there = _read_json(folder)
     different = _first_difference(there | {"made": {}}, described | {"made": {}})
     if different is not None:
@@ -302,8 +302,8 @@ def _checked(value: Any, path: Path) -> dict[str, Any]:
     check.keys("head", head, {"bytes", "widths", "max_rows", "output", "dtype"} | scaling)
     check.integer("head.bytes", head["bytes"], 1, MAX_HEAD_BYTES)
     check.integer("head.max_rows", head["max_rows"], 1, MAX_WIDTH)
-    check.choice("head.output", head["output"], _OUTPUTS)
-    check.choice("head.dtype", head["dtype"], _DTYPES)
+    check.choice("head.output", head["output"], OUTPUTS)
+    check.choice("head.dtype", head["dtype"], DTYPES)
     check.list("head.widths", head["widths"], 2, _core.MAX_LAYERS + 1)
     for i, width in enumerate(head["widths"]):
         check.integer(f"head.widths[{i}]", width, 1, MAX_WIDTH)
@@ -394,7 +394,7 @@ def _read_file(folder: Path, name: str, size: int | None = None) -> bytes:
     except RuntimeError as error:  # a loop of links; an OSError since Python 3.13
         raise BundleError(f"{path}: cannot be read: {error}") from None
     if not stat.S_ISREG(found.st_mode):
-        raise BundleError(f"{path}: expected a regular file, got something else")
+        raise BundleError(f"{path}: not a regular file")
     if size is not None and found.st_size != size:
         raise BundleError(f"{path}: {JSON} says {size} bytes, the file has {found.st_size}")
     return read_bounded(real, MAX_JSON_BYTES if size is None else size)
@@ -414,7 +414,7 @@ def _holds(path: Path, data: bytes) -> bool:
 
 @contextlib.contextmanager
 def _named(folder: Path) -> Iterator[None]:
-    """Whatever else the system refuses, such as access, is an error of this bundle."""
+    """Turn other errors of the system, such as denied access, into a BundleError."""
     try:
         yield
     except BundleError:
@@ -425,7 +425,7 @@ def _named(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _saving(folder: Path) -> Iterator[None]:
-    """One process saves at a time, so whatever temporary files are there were left by one that was killed."""
+    """Lock the folder. Only one process saves at a time, so temporary files in it were left by one that was killed."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-__all__ = ["BundleError", "DtypeError", "KbtError", "NumericsError", "RangeError", "ShapeError"]
+__all__ = [
+    "BackendError",
+    "BundleError",
+    "DtypeError",
+    "KbtError",
+    "MissingError",
+    "NumericsError",
+    "RangeError",
+    "ShapeError",
+    "UnfitError",
+]
 
 
 class KbtError(Exception):
@@ -34,3 +44,15 @@ class NumericsError(KbtError, ArithmeticError):
 
 class BundleError(KbtError, OSError):
     """A file or a state blob is missing, damaged, foreign, or does not belong to this model."""
+
+
+class BackendError(KbtError, RuntimeError):
+    """This trunk cannot run in the requested way on this machine: something is not installed or not supported."""
+
+
+class MissingError(BackendError):
+    """A required package is not installed."""
+
+
+class UnfitError(BackendError):
+    """This trunk cannot be compiled here, and trying again will not help."""

@@ -53,7 +53,7 @@ TRIALS: Final = 8  # inputs on which the two are compared, the example among the
 
 @dataclass(frozen=True)
 class TrunkReport:
-    """What was written, and how far it is from the module."""
+    """The file that was written, and its largest difference from the module."""
 
     path: Path
     sha256: str
@@ -261,7 +261,7 @@ def _evaluation(torch: Any, module: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter comments on its own work at length; what matters arrives as an exception."""
+    """Silence the exporter's logs; errors are raised."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""Flight logs: what a head was given in the field, replayed on a desk to the same bits.
+"""Flight logs: recorded calls of a head in the field, replayed elsewhere to the same bits.
 
     head.record(samples=1000)               # on the machine, once; then predict, observe and update as ever
     head.save_flight_log("flight.kbtf")     # when something went wrong
@@ -7,16 +7,13 @@
     log.records["h"], log.records["nis"]    # what came in
     log.replay().reproduced                 # the core of this machine reaches the same state
 
-The core writes, checks and replays logs (csrc/kbt_flight.cpp has the format); this module only looks at them.
+The core writes, checks and replays logs (csrc/abi/flight_log.hpp has the format); this module only looks at them.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
 import os
 from collections import Counter
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -24,24 +21,17 @@ import numpy as np
 
 from kbt_edge import _core
 from kbt_edge._arrays import Array
-from kbt_edge._files import read_bounded, write_atomic
+from kbt_edge._files import read_bounded
+from kbt_edge._status import blob_error
 from kbt_edge.errors import BundleError, DtypeError
 from kbt_edge.head import Head
+from kbt_edge.settings import DTYPES, NOISES
 
 __all__ = ["KINDS", "Difference", "FlightLog", "Replay"]
 
 MAX_BYTES: Final = 1 << 30
 MAX_ARENA_BYTES: Final = 1 << 30  # of the head that a log asks for: a short file can name a huge one
 KINDS: Final = ("update", "update_labels", "observe", "observe_labels", "set_noise")
-_MULTINOMIAL: Final = 2
-_WRONG: Final = {
-    13: "one that ends too early",
-    14: "something else",
-    15: "one of a newer format than this version reads",
-    16: "a damaged one: its checksum is wrong",
-    17: "one of another configuration",
-    18: "one with values that no recorder writes",
-}
 
 
 class Difference(NamedTuple):
@@ -55,7 +45,7 @@ class Difference(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """What became of a log on this machine."""
+    """The result of replaying a log on this machine."""
 
     reproduced: bool
     """Every status and NIS as recorded, and the final state, bit for bit."""
@@ -63,7 +53,7 @@ class Replay(NamedTuple):
     state_hash: str
     """FNV-1a of the state that was reached, 16 hexadecimal digits."""
     statuses: dict[str, int]
-    """How many records ended how, here."""
+    """Status: number of records that ended with it here."""
     nis: Array
     """Of the records that were learned or gated."""
     head: Head
@@ -79,7 +69,7 @@ class FlightLog:
         self._data = bytes(data)
         info = _core.flight_info(self._data)
         if isinstance(info, int):
-            raise _refused(info)
+            raise blob_error("log", "flight log", info)
         self._records, self.before, self.checkpoint, final, base, base_bytes, self._at, self._size, self._config = info
         self._base = self._data[base : base + base_bytes]
         self.state_hash = f"{final:016x}"
@@ -93,7 +83,7 @@ class FlightLog:
             raise BundleError(f"{os.fspath(path)}: {str(error).removeprefix('log: ')}", error.status) from None
 
     def __len__(self) -> int:
-        """Records in the log; ``before`` it there were more, which were overwritten."""
+        """Number of records in the log; ``before`` earlier ones were overwritten."""
         return self._records
 
     def __repr__(self) -> str:
@@ -110,8 +100,8 @@ class FlightLog:
         """A structured array: kind, rows, noise_count, status, samples, nis, h, y (or labels in its room), noise."""
         c = self._config
         rows, d, outputs = c.max_rows, c.widths[0], c.widths[-1]
-        noise = 0 if c.noise == _MULTINOMIAL else outputs if c.noise else outputs * outputs
-        real = "<f8" if c.dtype else "<f4"
+        noise = {"multinomial": 0, "adaptive": outputs, "constant": outputs * outputs}[NOISES[c.noise]]
+        real = {"float32": "<f4", "float64": "<f8"}[DTYPES[c.dtype]]
         head = [(name, "<i4") for name in ("kind", "given", "rows", "noise_count", "status", "spare")]
         room = [("h", real, (rows, d)), ("y", real, (rows, outputs)), ("noise", real, (noise,))]
         dtype = np.dtype([*head, ("samples", "<u8"), ("nis", "<f8"), *room])
@@ -125,14 +115,14 @@ class FlightLog:
         return flat[:, : y.shape[1]]
 
     def replay(self) -> Replay:
-        """Do again what was recorded, with the core of this machine."""
+        """Repeat the recorded calls with the core of this machine."""
         needed = self._config.arena_bytes()
         if needed > MAX_ARENA_BYTES:
-            raise BundleError(f"log: expected a head of at most {MAX_ARENA_BYTES} bytes, got one of {needed}")
+            raise BundleError(f"log: its head needs {needed} bytes, more than the limit of {MAX_ARENA_BYTES}")
         head = Head.from_bytes(self._base)
         found = head._core.replay(self._data)
         if isinstance(found, int):
-            raise _refused(found)
+            raise blob_error("log", "flight log", found)
         steps, first, state_hash, reproduced = found
         difference = None
         if first < len(steps):
@@ -146,59 +136,4 @@ class FlightLog:
 
 
 def _status(status: int) -> str:
-    return {0: "ok", 1: "gated"}.get(status, _core.status_str(status))
-
-
-def _refused(status: int) -> BundleError:
-    return BundleError(f"log: expected a flight log, got {_WRONG.get(status, _core.status_str(status))}", status)
-
-
-class ReplayCommand:
-    """``kbt-edge replay LOG``"""
-
-    def arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("log", help="file written by Head.save_flight_log, or by kbt_flight_log on a board")
-        parser.add_argument("--expect", metavar="HASH", help="the final state must have this hash too, 16 hex digits")
-        parser.add_argument("--out", metavar="FILE", help="write the state that was reached, for Head.load")
-
-    def run(self, options: argparse.Namespace) -> Mapping[str, Any]:
-        log = FlightLog.load(options.log)
-        replay = log.replay()
-        expected = log.state_hash if options.expect is None else options.expect.lower()
-        reproduced = replay.reproduced and replay.state_hash == expected
-        if options.out is not None:
-            write_atomic(options.out, replay.head.to_bytes())
-        nis = replay.nis
-        return {
-            "log": os.fspath(options.log),
-            "head": repr(replay.head),
-            "records": len(log),
-            "before": log.before,
-            "statuses": replay.statuses,
-            "nis": {"mean": _finite(nis.mean()), "median": _finite(np.median(nis)), "max": _finite(nis.max())}
-            if nis.size
-            else None,
-            "difference": None if replay.difference is None else replay.difference._asdict(),
-            "expected": expected,
-            "state": replay.state_hash,
-            "reproduced": reproduced,
-            "exit_code": 0 if reproduced else 1,
-        }
-
-    def text(self, result: Mapping[str, Any]) -> str:
-        lines = [result["log"], f"  head        {result['head']}"]
-        lines.append(f"  records     {result['records']}, and {result['before']} before them that were overwritten")
-        lines += [f"  {count:>10}  {status}" for status, count in result["statuses"].items()]
-        if result["nis"]:
-            lines.append("  NIS         " + ", ".join(f"{name} {value:.4g}" for name, value in result["nis"].items()))
-        if result["difference"]:
-            d = result["difference"]
-            lines.append(f"  difference  first at record {d['record']} ({d['kind']})")
-            lines += [f"              recorded  {d['recorded']}", f"              here      {d['replayed']}"]
-        lines.append(f"  state       {result['state']}, expected {result['expected']}")
-        lines.append("reproduced bit for bit" if result["reproduced"] else "NOT reproduced")
-        return "\n".join(lines)
-
-
-def _finite(value: Any) -> float | None:
-    return float(value) if math.isfinite(value) else None
+    return "ok" if status == _core.OK else "gated" if status == _core.GATED else _core.status_str(status)

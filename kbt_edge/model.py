@@ -6,12 +6,13 @@
     model.save("cartpole")
 
 The scaling between physical units and those of the network is part of the model. The trunk gets (x - mean) / scale, and
-the head's output u means y = offset + scale · u. So moments come out as offset + scale · E u and scale² · Var u, noise
-goes in as R / scale², the normalised innovation is the same in any units, and a log density loses Σ log scale.
+the head's output u means y = offset + scale · u. The arithmetic is that of kbt_policy.h, in float64, which generated C
+uses as well; this module checks arguments and explains refusals.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,10 +26,10 @@ from kbt_edge import _core
 from kbt_edge import bundle as bundles
 from kbt_edge._arrays import Array, cast, check_finite, check_real, plain_array, real_array, shape_error
 from kbt_edge._files import read_bounded
-from kbt_edge._onnxfile import MAX_BYTES as MAX_TRUNK_BYTES
 from kbt_edge.bundle import Bundle, BundleInput
 from kbt_edge.errors import BundleError, NumericsError, RangeError, ShapeError
 from kbt_edge.head import Head, Prediction, Update
+from kbt_edge.onnxfile import MAX_BYTES as MAX_TRUNK_BYTES
 from kbt_edge.trunk import TensorSpec, Trunk
 
 __all__ = ["Model"]
@@ -97,23 +98,26 @@ class Model:
         scales = _by_input("input_scale", input_scale, trunk.inputs, 1.0)
         self._file, self._how, self._trunk, self._head, self._made = file, how, trunk, head, dict(made)
         self._inputs = [_Input(spec, means[spec.name], scales[spec.name]) for spec in trunk.inputs]
-        self._output = _Output(head, trunk.rows, output_offset, output_scale)
-        self._owner = head._core.new_owner()  # of predictions: the head alone does not know their units
-        # A float64 head needs its rows in float64; a float32 head reads the trunk's own buffer.
-        self._h = np.zeros((trunk.rows, trunk.d)) if head.config["dtype"] == "float64" else None
+        self._gaussian = head.config["output"] == "gaussian"
+        self._lead = () if trunk.rows == 1 else (trunk.rows,)
+        self._offset = _numbers("output_offset", output_offset, head.d_o, -bundles.MAX_MAGNITUDE)
+        self._scale = _numbers("output_scale", output_scale, head.d_o, 1 / bundles.MAX_MAGNITUDE)
+        if not self._gaussian and (self._offset.any() or (self._scale != 1).any()):
+            raise RangeError("output_offset, output_scale: a softmax head gives probabilities, which are not scaled")
         self._folder: Path | None = None
-        self._pipeline = self._make_pipeline()
+        self._policy = self._make_policy()
 
-    def _make_pipeline(self) -> _core.Pipeline | None:
-        """The short way, one crossing into C per verb: for a float32 gaussian head and a trunk of one float32 input."""
-        ends, output = self._trunk.pipeline_ends(), self._output
-        if ends is None or self._h is not None or not output.gaussian:
-            return None
-        address, x, h = ends
-        entry = self._inputs[0]
-        inputs = [np.broadcast_to(values, (x.shape[-1],)).tolist() for values in (entry.mean, entry.scale)]
-        outputs = [np.broadcast_to(values, (self._head.d_o,)).tolist() for values in (output.offset, output.scale)]
-        return _core.Pipeline(self._head._core, self._owner, address, x, h, *inputs, *outputs)
+    def _make_policy(self) -> _core.Policy:
+        """The model in C, around the buffers of the trunk where they are known: then one call does a whole step."""
+        ends = self._trunk.pipeline_ends()
+        if ends is None:
+            address, self._h = 0, np.zeros((self._trunk.rows, self._trunk.d), np.float32)
+        else:
+            address, self._inputs[0].buffer, self._h = ends
+        offset, scale = (np.broadcast_to(values, (self._head.d_o,)).tolist() for values in (self._offset, self._scale))
+        inputs = [entry.for_policy() for entry in self._inputs]
+        log_scale = log_scale_of(scale, self._trunk.rows)
+        return _core.Policy(self._head._core, address, inputs, self._h, offset, scale, log_scale)
 
     # ---- the verbs ---------------------------------------------------------------------------------------------------
 
@@ -123,19 +127,18 @@ class Model:
         One array per input of the trunk, or a dict by name. The mean is (d_o,), or (rows, d_o) if the trunk has several
         rows; see ``Prediction`` for the rest.
         """
-        pipeline = self._pipeline
-        if pipeline is not None and len(x) == 1:
-            result = pipeline.predict(x[0])
+        if len(x) == 1:
+            result = self._policy.predict(x[0])
             if type(result) is Prediction:
                 return result
             if result is not None:
                 self._refused(result, x)
-        values = self._values(x)  # not a plain array, or no C function: Python converts, scales and runs the trunk
-        h = self._run(values)
-        result = self._head._core.predict(h, self._owner) if pipeline is None else pipeline.predict_rows()
+        values = self._values(x)  # not a plain array, or no C function: Python converts it and runs the trunk
+        self._run(values)
+        result = self._policy.predict_rows()
         if not isinstance(result, Prediction):
             self._refused(result, values)
-        return self._output.prediction(result) if pipeline is None else result
+        return result
 
     def observe(self, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
         """Learn the target of the latest ``predict``. The trunk does not run again. Once per prediction.
@@ -143,8 +146,8 @@ class Model:
         y          shaped like the predicted mean; a number will do for a single output, class labels for a softmax
         noise_var  observation noise of this sample in squared units of y, instead of the head's own
         """
-        if self._pipeline is not None and noise_var is None:
-            result = self._pipeline.observe(y)
+        if noise_var is None:
+            result = self._policy.learn(False, y, None)
             if type(result) is Update:
                 return result
             if result is not None:
@@ -162,38 +165,54 @@ class Model:
 
     def _learn(self, x: list[Array] | None, y: Array, noise_var: Array | None) -> Update:
         """At ``x``, or at the latest prediction. No code of the user's runs from here on: buffers are used again."""
-        target, noise = self._output.target(y), self._output.noise(noise_var)
-        h = None if x is None else self._run(x)
-        result = self._head._core.learn(h, target, noise, self._owner)
+        target, noise = self._target(y), self._noise(noise_var)
+        if x is not None:
+            self._run(x)
+        result = self._policy.learn(x is not None, target, noise)
         if not isinstance(result, Update):
             self._refused(result, x or (), y)
-        return self._output.update(result)
+        return result
 
     def _refused(self, result: object, x: Sequence[Any] = (), y: Any = None) -> NoReturn:
         """Raise what a refusal means for the arguments of the call, in their own units. Nothing runs again."""
-        if result == _core.OTHER_OWNER:
+        if result == _core.E_OWNER:
             raise RangeError(
                 "observe: expected a prediction of this model before it; the latest was made by its head, or by "
                 "another model with that head, in other units: call observe there, or predict with this model first",
-                11,
+                _core.E_ORDER,
             )
         given = {entry.name: value for entry, value in zip(self._inputs, x, strict=False)}
         if isinstance(y, (float, np.ndarray)):
             given["y"] = np.asarray(y)
-        if result in (7, _core.TRUNK_INPUT):
-            for entry, value in zip(self._inputs, x, strict=False):
-                entry.check(value)
+        if result in (_core.E_NONFINITE, _core.E_TRUNK_INPUT):
+            for i, (entry, value) in enumerate(zip(self._inputs, x, strict=False)):
+                if entry.is_real:
+                    check_finite(entry.name, value, value)
+                    self._scale_input(i, value)
+                    _check_scaled(entry.name, value, entry.buffer)
             if "y" in given:
-                self._output.check(given["y"])
-        if result in (_core.TRUNK_INPUT, _core.TRUNK_OUTPUT):
+                check_finite("y", given["y"], given["y"])
+                if self._gaussian:
+                    _check_scaled("y", given["y"], self.to_head_units(given["y"]))
+        if result in (_core.E_TRUNK_INPUT, _core.E_TRUNK_OUTPUT):
             sizes = ", ".join(f"|{name}| up to {np.abs(value).max():.3g}" for name, value in given.items())
             raise NumericsError(f"trunk: expected an input for which its output is finite, got {sizes}")
         self._head._refused(result, given)
 
-    def _in_head_units(self, x: tuple[Any, ...], y: Any) -> tuple[Array, Array]:
-        """Copies of what the head would learn from this sample: h and its target."""
-        target = np.array(self._output.target(plain_array("y", y)))
-        return np.array(self._rows(x)), target
+    # ---- the units of the head ---------------------------------------------------------------------------------------
+
+    def features(self, *x: Inputs) -> Array:
+        """What the head gets at ``x``: h, (d,) or (rows, d) if the trunk has several rows. A copy."""
+        self._run(self._values(x))
+        h: Array = self._h.astype(self._head.config["dtype"])
+        return h[0] if self._trunk.rows == 1 else h
+
+    def to_head_units(self, y: npt.ArrayLike) -> Array:
+        """What the head learns of ``y``: (y - output_offset) / output_scale, or the labels of a softmax. A copy."""
+        given = plain_array("y", y)
+        if not self._gaussian:
+            return np.array(self._head._targets(given, self._lead))
+        return self._policy.to_head_units(self._target(given))
 
     # ---- what it is --------------------------------------------------------------------------------------------------
 
@@ -209,23 +228,23 @@ class Model:
     @property
     def noise_var(self) -> Array:
         """The observation noise now in use, in squared units of y: (d_o,) or (d_o, d_o)."""
-        return self._output.physical_noise(self._head.noise_var)
+        return self._policy.noise()
 
     @property
     def output_offset(self) -> Array:
-        return np.array(self._output.offset)
+        return np.array(self._offset)
 
     @property
     def output_scale(self) -> Array:
-        return np.array(self._output.scale)
+        return np.array(self._scale)
 
     @property
     def input_mean(self) -> dict[str, Array]:
-        return {entry.spec.name: np.array(entry.mean) for entry in self._inputs if entry.spec.dtype == "float32"}
+        return {entry.spec.name: np.array(entry.mean) for entry in self._inputs if entry.is_real}
 
     @property
     def input_scale(self) -> dict[str, Array]:
-        return {entry.spec.name: np.array(entry.scale) for entry in self._inputs if entry.spec.dtype == "float32"}
+        return {entry.spec.name: np.array(entry.scale) for entry in self._inputs if entry.is_real}
 
     @property
     def made(self) -> dict[str, str]:
@@ -299,15 +318,15 @@ class Model:
 
     def bundle(self) -> Bundle:
         """What ``save`` writes."""
-        gaussian = self._output.gaussian
+        gaussian = self._gaussian
         return Bundle(
             trunk=self._file,
             head=self._head.to_bytes(),
             inputs=tuple(entry.described() for entry in self._inputs),
             rows=self._trunk.rows,
             d=self._trunk.d,
-            offset=tuple(self._output.offset.tolist()) if gaussian else None,
-            scale=tuple(self._output.scale.tolist()) if gaussian else None,
+            offset=tuple(self._offset.tolist()) if gaussian else None,
+            scale=tuple(self._scale.tolist()) if gaussian else None,
             made=self._made,
         )
 
@@ -317,20 +336,55 @@ class Model:
             return list(x)
         return [plain_array(entry.name, value) for entry, value in zip(self._inputs, self._unpacked(x), strict=True)]
 
-    def _rows(self, x: tuple[Any, ...]) -> Array:
-        """h at ``x``: (d,), or (rows, d) if the trunk has several rows."""
-        return self._run(self._values(x))
-
-    def _run(self, values: list[Array]) -> Array:
-        scaled = [entry.scaled(value) for entry, value in zip(self._inputs, values, strict=True)]
+    def _run(self, values: list[Array]) -> None:
+        """The trunk at ``values``. Its rows are in the policy's h afterwards."""
+        scaled = []
+        for i, (entry, value) in enumerate(zip(self._inputs, values, strict=True)):
+            if entry.is_real:
+                self._scale_input(i, value)
+            scaled.append(entry.buffer if entry.is_real else value)
         try:
-            h: Array = self._trunk(*scaled)
+            h = self._trunk(*scaled)
         except NumericsError:  # in the units of the network
-            self._refused(_core.TRUNK_INPUT, values)
-        if self._h is not None:
+            self._refused(_core.E_TRUNK_INPUT, values)
+        if h is not self._h:
             np.copyto(self._h, h)
-            h = self._h
-        return h[0] if self._trunk.rows == 1 else h
+
+    def _scale_input(self, i: int, value: Array) -> None:
+        """To the buffer of input i. What is not finite, or becomes so, is refused where it is used."""
+        entry = self._inputs[i]
+        check_real(entry.name, value)
+        if value.shape not in entry.shapes:
+            raise shape_error(entry.name, f"{entry.spec.shape}", value)
+        self._policy.scale_input(i, cast(entry.name, value, np.float64))
+
+    def _target(self, y: Array) -> Array:
+        """``y`` as the core takes it, still in physical units: float64, or int32 labels."""
+        if not self._gaussian:
+            target = self._head._targets(y, self._lead)
+            return target if target.dtype == np.int32 else target.astype(np.float64)
+        check_real("y", y)
+        expected = (*self._lead, self._head.d_o)
+        number = set(expected) == {1}
+        if y.shape != expected and not (number and y.shape == ()):
+            raise shape_error("y", f"{expected}" + " or a number" * number, y)
+        return cast("y", y, np.float64).reshape(expected)
+
+    def _noise(self, noise_var: Array | None) -> Array | None:
+        """``noise_var`` as the core takes it, checked as what the head will get."""
+        if noise_var is None:
+            return None
+        noise = cast("noise_var", scaled_noise(noise_var, self._scale_of_outputs()), self._head.config["dtype"])
+        if not np.isfinite(noise).all():
+            raise NumericsError(
+                f"noise_var: expected variances that fit into {noise.dtype.name} when divided by output_scale², "
+                f"got up to {np.max(noise_var):.3g}"
+            )
+        self._head._noise("noise_var", noise)
+        return cast("noise_var", noise_var, np.float64)
+
+    def _scale_of_outputs(self) -> Array:
+        return np.broadcast_to(self._scale, (self._head.d_o,))
 
     def _unpacked(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
         """One value per input, from several arguments, a tuple or a dict."""
@@ -348,117 +402,28 @@ class Model:
         return x
 
 
-class _Normalise:
-    """(value - mean) / scale, written to a buffer that is used again and again."""
-
-    def __init__(self, name: str, mean: Array, scale: Array, shape: tuple[int, ...], dtype: str) -> None:
-        self._name, self._scale = name, scale
-        self._mean = mean if mean.any() else None
-        self._buffer: Array = np.zeros(shape, dtype)
-        ones = next((axis for axis, length in enumerate(shape) if length != 1), len(shape) - 1)
-        self.shapes = {shape[axis:] for axis in range(ones + 1)}  # leading axes of length 1 may be left out
-
-    def __call__(self, value: Array) -> Array:
-        """What is not finite, or becomes so, is refused where it is used, and explained by ``check``."""
-        check_real(self._name, value)
-        if value.shape not in self.shapes:
-            raise shape_error(self._name, f"{self._buffer.shape}" + " or a number" * (() in self.shapes), value)
-        with np.errstate(all="ignore"):
-            shifted = value if self._mean is None else value - self._mean  # in float64: a large mean eats no digits
-            self._buffer[...] = shifted / self._scale
-        return self._buffer
-
-    def check(self, value: Array) -> None:
-        """Raise if a number is not finite, or is not once it is scaled."""
-        check_finite(self._name, value, value)
-        scaled = self(value)
-        if not np.isfinite(scaled).all():
-            worst = value.flat[int(np.argmax(~np.isfinite(scaled)))]
-            raise NumericsError(
-                f"{self._name}: expected numbers that fit into {scaled.dtype.name} after scaling, got {worst}"
-            )
-
-
 class _Input:
-    """One input of the trunk: physical units in, those of the network out. Token ids stay as they are."""
+    """One input of the trunk: its scaling, and the buffer for the scaled numbers. Token ids are not scaled."""
 
     def __init__(self, spec: TensorSpec, mean: npt.ArrayLike, scale: npt.ArrayLike) -> None:
-        self.spec, self.name = spec, f"input {spec.name!r}"
+        self.spec, self.name, self.is_real = spec, f"input {spec.name!r}", spec.dtype == "float32"
         self.mean: Array = _numbers(f"input_mean of {spec.name!r}", mean, spec.shape[-1], -bundles.MAX_MAGNITUDE)
         self.scale: Array = _numbers(f"input_scale of {spec.name!r}", scale, spec.shape[-1], 1 / bundles.MAX_MAGNITUDE)
-        self._normalise: _Normalise | None = None
-        if spec.dtype == "float32":
-            self._normalise = _Normalise(self.name, self.mean, self.scale, spec.shape, spec.dtype)
+        self.buffer: Array = np.zeros(spec.shape, np.float32)
+        ones = next((axis for axis, length in enumerate(spec.shape) if length != 1), len(spec.shape) - 1)
+        self.shapes = {spec.shape[axis:] for axis in range(ones + 1)}  # leading axes of length 1 may be left out
 
-    def scaled(self, value: Array) -> Array:
-        return value if self._normalise is None else self._normalise(value)
-
-    def check(self, value: Array) -> None:
-        if self._normalise is not None:
-            self._normalise.check(value)
+    def for_policy(self) -> tuple[Array | None, list[float], list[float]]:
+        if not self.is_real:
+            return None, [], []
+        mean, scale = (np.broadcast_to(values, self.spec.shape[-1:]).tolist() for values in (self.mean, self.scale))
+        return self.buffer, mean, scale
 
     def described(self) -> BundleInput:
         spec = self.spec
-        if spec.dtype != "float32":
+        if not self.is_real:
             return BundleInput(spec.name, spec.shape, spec.dtype)
         return BundleInput(spec.name, spec.shape, spec.dtype, tuple(self.mean.tolist()), tuple(self.scale.tolist()))
-
-
-class _Output:
-    """The head's output u in physical units: y = offset + scale · u for a gaussian, nothing to do for a softmax."""
-
-    def __init__(self, head: Head, rows: int, offset: npt.ArrayLike, scale: npt.ArrayLike) -> None:
-        d_o = head.d_o
-        self._head, self._lead = head, () if rows == 1 else (rows,)
-        self.gaussian = head.config["output"] == "gaussian"
-        self.offset: Array = _numbers("output_offset", offset, d_o, -bundles.MAX_MAGNITUDE)
-        self.scale: Array = _numbers("output_scale", scale, d_o, 1 / bundles.MAX_MAGNITUDE)
-        self._plain = not self.offset.any() and bool((self.scale == 1).all())
-        if not self.gaussian and not self._plain:
-            raise RangeError("output_offset, output_scale: a softmax head gives probabilities, which are not scaled")
-        self._normalise = _Normalise("y", self.offset, self.scale, (*self._lead, d_o), head.config["dtype"])
-        if rows == d_o == 1:
-            self._normalise.shapes.add(())
-        each = np.broadcast_to(self.scale, (rows, d_o))
-        self._scales: Array = each[0]
-        self._cov_scale = np.outer(each, each)
-        self._log_scale = float(np.log(each).sum())
-
-    def target(self, y: Array) -> Array:
-        """What the head learns of ``y``: u, in a buffer that is used again, or for a softmax ``y`` itself."""
-        return self._normalise(y) if self.gaussian else self._head._targets(y, self._lead)
-
-    def check(self, y: Array) -> None:
-        self._normalise.check(y)
-
-    def prediction(self, p: Prediction) -> Prediction:
-        """In float64: an offset needs more digits than float32 has, and the square of a scale need not fit into it."""
-        mean, cov, total_var = (array.astype(np.float64) for array in p)
-        if not self._plain:
-            with np.errstate(all="ignore"):
-                mean = self.offset + self._scales * mean
-                cov *= self._cov_scale
-                total_var *= self._scales**2
-        return Prediction(mean, cov, total_var)
-
-    def update(self, u: Update) -> Update:
-        """The density of y is that of u divided by the scales."""
-        return u if self._plain else Update(u.status, u.nis, u.log_likelihood - self._log_scale)
-
-    def noise(self, noise_var: Array | None) -> Array | None:
-        if noise_var is None:
-            return None
-        scaled = scaled_noise(noise_var, self._scales)
-        noise = cast("noise_var", scaled, self._head.config["dtype"])
-        if not np.isfinite(noise).all():
-            raise NumericsError(
-                f"noise_var: expected variances that fit into {noise.dtype.name} when divided by output_scale², "
-                f"got up to {np.max(noise_var):.3g}"
-            )
-        return self._head._noise("noise_var", noise)
-
-    def physical_noise(self, noise: Array) -> Array:
-        return noise.astype(np.float64) * _squares(self._scales, noise.ndim)
 
 
 def _again(
@@ -489,12 +454,18 @@ def scaled_noise(noise_var: npt.ArrayLike, scales: Array) -> Array:
     variances = np.diagonal(array) if array.ndim == 2 else array
     if (variances < 0).any():
         raise RangeError(f"noise_var: expected variances >= 0, got {variances.min()}")
-    with np.errstate(all="ignore"):
-        return array / _squares(scales, array.ndim)
+    return _core.scale_noise(array, scales)
 
 
-def _squares(scales: Array, ndim: int) -> Array:
-    return np.outer(scales, scales) if ndim == 2 else scales**2
+def log_scale_of(scale: Sequence[float], rows: int) -> float:
+    """What a log density loses in physical units: the logarithm of every scale, once per row."""
+    return sum(rows * math.log(value) for value in scale)
+
+
+def _check_scaled(name: str, value: Array, scaled: Array) -> None:
+    if not np.isfinite(scaled).all():
+        worst = value.flat[int(np.argmax(~np.isfinite(scaled)))]
+        raise NumericsError(f"{name}: expected numbers that fit into {scaled.dtype.name} after scaling, got {worst}")
 
 
 def _numbers(name: str, value: npt.ArrayLike, features: int, low: float) -> Array:

@@ -1,4 +1,4 @@
-"""Two transformers as plain torch modules, split at the readout (METHOD §1): ``trunk`` is T1, ``readout`` is W_O.
+"""Two transformers as plain torch modules, split at the readout (method.md §1): ``trunk`` is T1, ``readout`` is W_O.
 
 Train ``model`` as any torch module, then export ``model.trunk`` (``kbt_edge.export``) and hand ``model.readout`` to a
 ``Head``. Both trunks take a batch for training, or a single sample without the batch axis, which is what is exported.
@@ -85,7 +85,7 @@ class DecisionTransformer(nn.Module):
 class _TokenTrunk(nn.Module):
     """Source ids (max_len,) and target ids (max_len,) → one hidden row per target position (max_len, width).
 
-    Row i sees the whole source and the targets up to i (METHOD §6: a causal T1), so sequences shorter than ``max_len``
+    Row i sees the whole source and the targets up to i (method.md §6: causal T1), so sequences shorter than ``max_len``
     are filled up with ``pad`` behind their end and only their first rows are used. A batch axis may lead.
     """
 

@@ -11,10 +11,10 @@ __all__ = ["Reader"]
 
 
 class Reader:
-    """Predicts with what a head has learned up to its latest whole update. Made by ``Head.reader``.
+    """Predicts with a head's state after its latest complete update. Made by ``Head.reader``.
 
-    It has memory of its own, so neither thread waits for the other, and a prediction here does not disturb the one
-    that the learning thread is about to observe. One reader serves one thread.
+    A reader has its own memory: neither thread waits for the other, and a prediction here does not affect the one
+    that the learning thread will observe. Use one reader per thread.
     """
 
     __slots__ = ("_head", "_mailbox")
@@ -31,7 +31,7 @@ class Reader:
 
     @property
     def samples(self) -> int:
-        """How many updates the latest prediction knew of."""
+        """Number of updates in the state that the latest prediction used."""
         return self._head.samples
 
     def __repr__(self) -> str:

@@ -1,15 +1,14 @@
-"""The mathematics of the head in plain float64 NumPy, written to be read beside METHOD.md.
+"""The mathematics of the head in float64 NumPy, to be read beside docs/method.md.
 
-This is the textbook route: joint covariance matrices over all rows and neurons, a Rauch-Tung-Striebel pass with its
-gains ``K = cross-covariance · covariance⁻¹`` spelled out, posterior covariances as plain matrices. The C++ core takes
-another road to the same numbers (no inverses, UD factors), so agreement of the two says something. It is slow and meant
-for small heads.
+This is the textbook form: joint covariance matrices over all rows and neurons, a Rauch-Tung-Striebel pass with explicit
+gains ``K = cross-covariance · covariance⁻¹``, and plain posterior covariances. The C++ core computes the same numbers
+without inverses and in UD factors, so each checks the other. The reference is slow and meant for small heads.
 
-Vectors over a sample are row-major: entry ``(a, j)`` of row ``a`` and neuron ``j`` stands at ``a·n + j``. The weights
-of a layer are neuron-major: weight ``p`` of neuron ``j`` stands at ``j·(m+1) + p``, and the bias is the last one.
+Vectors over a sample are row-major: row ``a``, neuron ``j`` is entry ``a·n + j``. The weights of a layer are
+neuron-major: weight ``p`` of neuron ``j`` is entry ``j·(m+1) + p``, bias last.
 
-From top to bottom: moments forward (METHOD §2), the measurement (§3), the smoother backward (§4), the posterior
-structures (§5), the head that joins them, and its prior (§1).
+In order: forward moments (method.md §2), measurement (method.md §3), posterior structures (method.md §5), the head with
+its backward pass (method.md §4), and the prior (method.md §1).
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ __all__ = [
 
 Array = npt.NDArray[np.float64]
 
-NOISE_FLOOR = 1e-9  #: no observation is trusted beyond this variance
-SMOOTHING = 1e-7  #: τ of the multinomial noise: q = (p + τ) / (1 + d_o τ)
-ADAPT_START = 10  #: n₀ of the adaptive noise, METHOD §3
-ADAPT_WINDOW = 200  #: and its window
-LIKELIHOOD_FLOOR = 1e-30  #: the smallest probability whose logarithm is taken
+NOISE_FLOOR = 1e-9  #: smallest noise variance
+SMOOTHING = 1e-7  #: τ of the multinomial noise, method.md (3.3)
+ADAPT_START = 10  #: n₀ of the adaptive noise, method.md (3.4)
+ADAPT_WINDOW = 200  #: its window, in samples
+LIKELIHOOD_FLOOR = 1e-30  #: probabilities below this are raised to it before taking the logarithm
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Moments forward (METHOD §2)
+# Forward moments (method.md §2)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class LinearMoments(NamedTuple):
-    """What a linear layer makes of (w, z): u and its covariance with both of them."""
+    """Moments of u, and its covariance with the weights and the inputs: method.md (2.1) to (2.3)."""
 
     mean: Array  # (y·n,)
     cov: Array  # (y·n, y·n)
@@ -59,7 +58,7 @@ class LinearMoments(NamedTuple):
 
 
 def linear_moments(W: Array, S: Array, z: Array, C: Array) -> LinearMoments:
-    """Moments of u_aj = w_jᵀ [z_a, 1] for independent Gaussian w and z.
+    """Moments of u_aj = w_jᵀ [z_a, 1] for independent w and z: method.md (2.1) to (2.3).
 
     ``W`` (n, m+1) and ``S`` (n·(m+1), n·(m+1)) are the mean and covariance of the weights, ``z`` (y, m) and ``C``
     (y·m, y·m) those of the input rows.
@@ -76,7 +75,7 @@ def linear_moments(W: Array, S: Array, z: Array, C: Array) -> LinearMoments:
 
 
 def _scales(cov: Array) -> Array:
-    """Standard deviations, 1 where there is none: variances of live and dying units differ by hundreds of decades."""
+    """Standard deviations, or 1 where the variance is zero. Dividing by them first keeps solves well conditioned."""
     var = np.diag(cov)
     return np.sqrt(np.where(var > 0, var, 1.0))
 
@@ -85,16 +84,16 @@ _erfc: Callable[[Array], Array] = np.vectorize(math.erfc, otypes=[np.float64])
 
 
 def _standard_relu(alpha: Array) -> tuple[Array, Array, Array, Array]:
-    """φ(alpha), Φ(alpha), mean and variance of max(0, x) for x ~ N(alpha, 1), to full relative precision everywhere.
+    """φ(alpha), Φ(alpha), mean and variance of max(0, x) for x ~ N(alpha, 1), to full relative precision.
 
-    In the lower tail the textbook forms are differences of nearly equal numbers. There the integrals
-    I₀ = Φ, I₁ = E z, I₂ = ½ E z², which obey I_{n-2} = n I_n + |alpha| I_{n-1} with I₋₁ = φ, are taken from their
-    continued fraction: I_{n-1} / I_{n-2} = 1 / (|alpha| + n · I_n / I_{n-1}), all of whose terms are positive.
+    method.md (2.4) and (2.5) cancel in the lower tail. There the integrals I₀ = Φ, I₁ = E z, I₂ = ½ E z², which satisfy
+    I_{n-2} = n I_n + |alpha| I_{n-1} with I₋₁ = φ, come from their continued fraction
+    I_{n-1} / I_{n-2} = 1 / (|alpha| + n · I_n / I_{n-1}). All of its terms are positive.
     """
     phi = np.exp(-0.5 * alpha**2) / math.sqrt(2 * math.pi)
     Phi, above = 0.5 * _erfc(-alpha / math.sqrt(2)), 0.5 * _erfc(alpha / math.sqrt(2))
     mean = alpha * Phi + phi
-    # E z² - (E z)² with Φ² written as Φ - Φ(1-Φ), so that the large alpha² Φ cancels on paper
+    # E z² - (E z)² with Φ² written as Φ - Φ(1-Φ), so that the large alpha² Φ cancels analytically
     var = Phi + alpha**2 * Phi * above + alpha * phi * (above - Phi) - phi**2
 
     tail = alpha < -2.5
@@ -112,16 +111,16 @@ def _standard_relu(alpha: Array) -> tuple[Array, Array, Array, Array]:
 def relu_moments(mu: Array, Sigma: Array, order: int = 2) -> tuple[Array, Array, Array]:
     """Mean and covariance of z = max(0, u) for u ~ N(mu, Sigma), and Φ, so that Cov(u, z) = Σ diag(Φ).
 
-    The diagonal is exact. Off the diagonal the series in the correlation rho stops at ``order``. Its n-th term is
-    rhoⁿ / (n(n-1)) · c_j c_k with c = sigma · φ(alpha) · h_{n-2}(alpha), where alpha = mu / sigma, and h_n = He_n / √n!
-    are the normalised Hermite polynomials, which stay moderate at any order.
+    The diagonal is exact. Off it, the series of method.md (2.6) in the correlation rho stops at ``order``. Its n-th
+    term is rhoⁿ / (n(n-1)) · c_j c_k with c = sigma · φ(alpha) · h_{n-2}(alpha), alpha = mu / sigma, and the
+    normalised Hermite polynomials h_n = He_n / √n!, which do not overflow at high order.
     """
     sigma = np.sqrt(np.maximum(np.diag(Sigma), 0.0))
     random, safe = sigma > 0, _scales(Sigma)
     alpha = np.where(random, np.clip(mu / safe, -40.0, 40.0), 0.0)  # beyond 40, φ is zero and Φ is 0 or 1
     phi, Phi, mean, var = _standard_relu(alpha)
     Phi = np.where(random, Phi, np.where(mu > 0, 1.0, np.where(mu < 0, 0.0, 0.5)))
-    # above zero the plain form is the better one: it returns mu exactly once Φ is 1
+    # for alpha > 0 the plain form is more accurate: it returns mu exactly once Φ is 1
     mean = np.where(random, np.where(alpha > 0, mu * Phi + sigma * phi, sigma * mean), np.maximum(mu, 0.0))
 
     rho = np.clip(Sigma / np.outer(safe, safe), -1.0, 1.0)
@@ -154,7 +153,7 @@ def _jacobian(p: Array) -> Array:
 def softmax_moments(mu: Array, Sigma: Array, order: int = 1) -> tuple[Array, Array, Array]:
     """Mean (y, d_o) of softmax(u) per row, its covariance J Σ Jᵀ, and J, for u with mean ``mu`` (y, d_o).
 
-    Order 2 adds ½ Σ_kl ∂²p_i/∂u_k∂u_l Σ_kl to the mean, then clips it at zero and renormalises.
+    method.md (2.7) and (2.8). Order 2 adds method.md (2.9) to the mean, clips it at zero and renormalises.
     """
     y, d_o = mu.shape
     p = _softmax(mu)
@@ -183,7 +182,7 @@ def _solve(cov: Array, rhs: Array) -> Array:
 
 
 def _gain(cross: Array, cov: Array) -> Array:
-    """The RTS gain cross · cov⁺. Certain directions (dead units, repeated rows) have no covariance with anything."""
+    """The RTS gain cross · cov⁺. The pseudo-inverse drops directions without variance (dead units, repeated rows)."""
     s = _scales(cov)
     value, vector = np.linalg.eigh(cov / np.outer(s, s))
     keep = value > len(s) * np.finfo(np.float64).eps * value[-1]
@@ -202,15 +201,15 @@ def _ud(S: Array) -> tuple[Array, Array]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The measurement (METHOD §3)
+# Measurement (method.md §3)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class Innovation(NamedTuple):
-    """e = y - prediction. The prediction is H u plus noise: cov = H Σ_u Hᵀ + R, and cross = Cov(u, H u).
+    """e = y - prediction, for a prediction H u with noise R: cov = H Σ_u Hᵀ + R, cross = Cov(u, H u).
 
-    A variable with gain G on the innovation moves by μ⁺ - μ = G e and Σ⁺ - Σ = G (after - cov) Gᵀ, where ``after`` is
-    the covariance that the innovation is to have once y is known: none to fuse, Σ_data to replace.
+    A variable with gain G changes by μ⁺ - μ = G e and Σ⁺ - Σ = G (after - cov) Gᵀ. ``after`` is the covariance of the
+    innovation after the update: zero for "fuse", method.md (3.1), Σ_data for "replace", method.md (3.5).
     """
 
     e: Array
@@ -221,7 +220,7 @@ class Innovation(NamedTuple):
 
     @property
     def gain(self) -> Array:
-        """The gain of u, Σ_ue Σ_ee⁻¹: Kalman's."""
+        """The Kalman gain of u, Σ_ue Σ_ee⁻¹."""
         return np.asarray(_solve(self.cov, self.cross.T).T)
 
     @property
@@ -235,7 +234,7 @@ class Innovation(NamedTuple):
         return -0.5 * (self.nis + logdet + len(self.e) * math.log(2 * math.pi))
 
     def noise_estimate(self) -> Array:
-        """One EM step for a diagonal R: r̂ = (R V e)² + diag(R - R V R)."""
+        """r̂ of method.md (3.4), one EM step for a diagonal R."""
         R = self.noise
         return np.asarray((R @ _solve(self.cov, self.e)) ** 2 + np.diag(R - R @ _solve(self.cov, R)))
 
@@ -248,9 +247,9 @@ def _innovation(e: Array, Sigma: Array, H: Array, R: Array, after: Array | float
 def _multinomial_innovation(y: Array, mean: Array, p: Array, Sigma: Array) -> Innovation:
     """One draw from each row's class probabilities: linear map and noise are both J = diag(q) - qqᵀ.
 
-    J is singular along the ones of each row, because probabilities sum to one. Leaving out one class per row says the
-    same without the singularity, and leaving out the likeliest keeps what remains well conditioned. The smoothing
-    keeps a class that the head thinks impossible within reach: V J ≈ 1 on the simplex however small q is.
+    J is singular because the probabilities of a row sum to one. Dropping one class per row removes the singularity and
+    loses nothing; dropping the likeliest keeps the rest well conditioned. The smoothing bounds the update for classes
+    of probability near zero. The core solves the same problem through a root of J, method.md (3.3).
     """
     d_o = p.shape[1]
     q = (p + SMOOTHING) / (1 + d_o * SMOOTHING)
@@ -260,7 +259,7 @@ def _multinomial_innovation(y: Array, mean: Array, p: Array, Sigma: Array) -> In
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Layers and their posterior structures (METHOD §5)
+# Layers and posterior structures (method.md §5)
 # ---------------------------------------------------------------------------------------------------------------------
 
 Covariance = Literal["full", "neuron", "diagonal"]
@@ -269,7 +268,7 @@ Covariance = Literal["full", "neuron", "diagonal"]
 class Layer:
     """The Gaussian weights of one linear layer.
 
-    ``mean`` is (n, m+1), bias last. ``cov`` holds what the structure keeps: (n·(m+1), n·(m+1)) for ``full``,
+    ``mean`` is (n, m+1), bias last. ``cov`` is the part that the structure keeps: (n·(m+1), n·(m+1)) for ``full``,
     (n, m+1, m+1) for ``neuron``, (n, m+1) for ``diagonal``.
     """
 
@@ -278,7 +277,7 @@ class Layer:
         self.cov = self.kept(prior_var * np.eye(mean.size))
 
     def dense(self) -> Array:
-        """The joint covariance of all weights, zero where the structure keeps nothing."""
+        """The joint covariance of all weights, zero outside the structure."""
         if self.structure == "full":
             return self.cov
         return _block_diagonal(self.cov) if self.structure == "neuron" else np.diag(self.cov.ravel())
@@ -294,7 +293,7 @@ class Layer:
         return np.array(np.diag(dense).reshape(n, m1))
 
     def update(self, gain: Array, innovation: Innovation) -> None:
-        """Moves the weights by their gain on the innovation and keeps what the structure keeps."""
+        """Updates the weights, method.md (4.2), and drops what the structure does not keep."""
         self.mean = self.mean + (gain @ innovation.e).reshape(self.mean.shape)
         self.cov = self.kept(self.dense() + gain @ (innovation.after - innovation.cov) @ gain.T)
 
@@ -308,7 +307,7 @@ class Layer:
             self.cov = np.array([function(np.array([[v]]))[0, 0] for v in self.cov.flat]).reshape(self.cov.shape)
 
     def forget(self, factor: float) -> None:
-        """Divides D of S = U D Uᵀ by the forgetting factor, but lifts nothing above the prior variance."""
+        """Divides D of S = U D Uᵀ by the forgetting factor, limited by the prior variance: method.md (5.7)."""
 
         def forget(S: Array) -> Array:
             U, D = _ud(S)
@@ -317,7 +316,7 @@ class Layer:
         self.map_blocks(forget)
 
     def clip(self) -> int:
-        """Sets negative eigenvalues to zero and returns how many lay below rounding."""
+        """Sets negative eigenvalues to zero and returns how many were negative beyond rounding."""
         clipped = 0
 
         def clip(S: Array) -> Array:
@@ -365,10 +364,10 @@ class Forward(NamedTuple):
 
 
 class ReferenceHead:
-    """The Bayesian head of METHOD.md with the settings of ``kbt_edge.Head``.
+    """The Bayesian head of docs/method.md with the settings of ``kbt_edge.Head``.
 
-    ``means`` holds one (n, m+1) array per linear layer. ``backward="diagonal"`` is the paper's own Σ_uz, kept for the
-    ablation: it is inconsistent with full covariances, and ``clipped`` counts the negative eigenvalues it left behind.
+    ``means`` is one (n, m+1) array per linear layer. ``backward="diagonal"`` is the paper's Σ_uz, for the ablation. It
+    makes covariances indefinite (method.md §4); ``clipped`` counts the negative eigenvalues that were set to zero.
     """
 
     def __init__(
@@ -470,7 +469,7 @@ class ReferenceHead:
         return Update("ok", nis, log_likelihood)
 
     def _forward(self, h: Array) -> Forward:
-        """METHOD §2, layer by layer, all rows jointly."""
+        """The moments of method.md §2 through all layers, all rows jointly."""
         z, C = h, self.input_var * np.eye(h.size)
         linear, relu = [], []
         for i, layer in enumerate(self.layers):
@@ -487,7 +486,7 @@ class ReferenceHead:
         return softmax_moments(mean, u.cov, self.softmax_order)[:2]
 
     def _measure(self, u: LinearMoments, y: Array, R: Array) -> tuple[Innovation, float]:
-        """METHOD §3: the innovation and the log likelihood of y."""
+        """The innovation (method.md §3) and the log likelihood of y."""
         mu, identity = u.mean.reshape(y.shape), np.eye(y.size)
         R = _block_diagonal(np.broadcast_to(R if R.ndim == 2 else np.diag(R), (len(y), self.d_o, self.d_o)))
         if self.output == "gaussian":
@@ -504,10 +503,10 @@ class ReferenceHead:
         return _innovation((y - mean).ravel(), u.cov, J, R), log_likelihood
 
     def _backward(self, forward: Forward, G_u: Array) -> list[Array]:
-        """METHOD §4 as the RTS recursion: from the gain of the last u to that of every layer's weights.
+        """The backward pass of method.md §4 as an explicit RTS recursion, from the gain of the last u to all weights.
 
         RTS moves a variable by K = Σ_xu Σ_uu⁻¹ times the move of its neighbour u, so gains on the innovation chain:
-        G_x = K G_u. Carrying G, not the moved moments, keeps rounding in u from being amplified twice by K · Kᵀ.
+        G_x = K G_u. Carrying G instead of the moments keeps K · Kᵀ from amplifying rounding in u twice.
         """
         gains = []
         for i in range(len(self.layers) - 1, -1, -1):
@@ -516,7 +515,7 @@ class ReferenceHead:
             if i > 0:
                 G_z = _gain(cov_zu, cov_u) @ G_u
                 _, cov_z, Phi = forward.relu[i - 1]
-                cov_uz = forward.linear[i - 1].cov * Phi  # Stein's lemma
+                cov_uz = forward.linear[i - 1].cov * Phi  # Stein's lemma, method.md (4.1)
                 if self.backward == "diagonal":
                     cov_uz = np.diag(np.diag(cov_uz))
                 G_u = _gain(cov_uz, cov_z) @ G_z
@@ -542,7 +541,7 @@ class ReferenceHead:
         return np.atleast_2d(target)
 
     def _noise(self, noise_var: npt.ArrayLike) -> Array:
-        """R per output (d_o,) or as a matrix (d_o, d_o), with its floor."""
+        """R per output (d_o,) or as a matrix (d_o, d_o), with variances raised to the floor."""
         R = _finite("noise_var", noise_var)
         if R.shape not in ((), (self.d_o,), (self.d_o, self.d_o)):
             raise ShapeError(f"noise_var: expected a number, ({self.d_o},) or ({self.d_o}, {self.d_o}), got {R.shape}")
@@ -557,7 +556,7 @@ class ReferenceHead:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The prior from the readout (METHOD §1)
+# The prior from the readout (method.md §1)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -566,8 +565,8 @@ def prior_means(
 ) -> list[Array]:
     """Layer means that reproduce the readout ``weight`` (d_o, d), ``bias`` (d_o,) through ReLU layers of width ≥ 2d.
 
-    A hidden layer splits h into (+h, -h, spare), the next one merges a - b and splits again, the last merges and reads
-    out. Spare neurons look at h with random weights and bias; nothing looks at them yet.
+    method.md (1.2): a hidden layer splits h into (+h, -h, spare), the next one merges and splits again, the last one
+    merges and reads out. Spare neurons have random input weights and biases, and outgoing weights of zero.
     """
     W, b = _finite("weight", weight), _finite("bias", bias)
     if W.ndim != 2 or b.shape != W.shape[:1]:
@@ -575,7 +574,7 @@ def prior_means(
     d = W.shape[1]
     _require(all(n >= 2 * d for n in hidden), f"hidden widths must be at least 2d = {2 * d}, got {tuple(hidden)}")
     rng = np.random.default_rng(spare_seed)
-    merge = np.eye(d)  # what the layer below means by h
+    merge = np.eye(d)  # recovers h from the layer below
     means = []
     for n in hidden:
         spare = rng.normal(size=(n - 2 * d, d + 1)) / math.sqrt(d)
@@ -586,7 +585,7 @@ def prior_means(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Refusals
+# Checks
 # ---------------------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Learning from pairs of token sequences: the rows of one pair (X, Y) form one joint update (METHOD §6).
+"""Learning from pairs of token sequences: the rows of one pair (X, Y) form one joint update (method.md §6).
 
     pairs = Sequences(model, start=1, pad=0)
     pairs.update(x, y)                  # learn that x becomes y

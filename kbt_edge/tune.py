@@ -7,7 +7,7 @@
 A setting is judged by its prequential log likelihood: every sample is predicted before it is learned, and the log
 densities are added up. It needs no held-out data and no ground truth, it punishes a head that is too sure of itself as
 well as one that is too slow, and it is the log evidence of the stream, so it does not overfit with the number of
-candidates as a training error would (METHOD §1, §7).
+candidates as a training error would (method.md §1, §7).
 
 The search is a grid in decades around the present setting, then a refinement by factors of √10 and √√10, one variance
 after the other. It draws no random numbers: the same stream gives the same answer. The present setting is among the
@@ -16,25 +16,21 @@ candidates, so on the stream itself the result is never worse.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import time
-import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kbt_edge.cli import progress
-from kbt_edge.errors import BundleError, KbtError, RangeError, ShapeError
+from kbt_edge.errors import KbtError, RangeError, ShapeError
 from kbt_edge.head import Head
 from kbt_edge.model import Model
 
-__all__ = ["Candidate", "Tune", "Tuned", "prequential", "tune"]
+__all__ = ["Candidate", "Tuned", "prequential", "tune"]
 
 Subject = TypeVar("Subject", Head, Model)
 
@@ -78,7 +74,7 @@ class Tuned(Generic[Subject]):
         return self.subject
 
     def report(self) -> str:
-        """For people: before, after, and the runners-up."""
+        """A table of the setting before, the best one, and the runners-up."""
         ranked: list[Candidate] = sorted(self.tried, key=lambda candidate: -candidate.log_likelihood)
         rows = [("before", self.before), ("best", self.best), *(("", candidate) for candidate in ranked[1:4])]
         lines = [f"{self.samples} samples, {len(self.tried)} settings tried in {self.seconds:.1f} s", ""]
@@ -196,7 +192,7 @@ def _stream(
         raise ShapeError(f"x: expected at least 2 samples to tune on, got {len(inputs)}")
     if isinstance(subject, Head):
         return list(zip(inputs, targets, strict=True))
-    return [subject._in_head_units((one,), target) for one, target in zip(inputs, targets, strict=True)]
+    return [(subject.features(one), subject.to_head_units(y)) for one, y in zip(inputs, targets, strict=True)]
 
 
 def _entries(name: str, values: Sequence[Any] | npt.ArrayLike) -> list[Any]:
@@ -221,51 +217,3 @@ def _with_head(subject: Subject, head: Head) -> Subject:
         made=subject.made,
         backend=subject.trunk.backend,
     )
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-class Tune:
-    """``kbt-edge tune BUNDLE SAMPLES.npz --out FOLDER``"""
-
-    def arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("bundle", help="folder of a bundle, or the name of one that ships with the package")
-        parser.add_argument("samples", type=Path, help="a .npz file with arrays x and y, one row per sample")
-        parser.add_argument("--out", type=Path, help="folder for the bundle with the chosen variances")
-        choices = ("auto", "compiled", "onnxruntime")
-        parser.add_argument("--backend", choices=choices, default="auto", help="how to run the trunk (default: auto)")
-
-    def run(self, options: argparse.Namespace) -> Mapping[str, Any]:
-        model = Model.load(options.bundle, backend=options.backend)
-        try:
-            with np.load(options.samples, allow_pickle=False) as file:
-                x, y = file["x"], file["y"]
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise BundleError(f"samples: expected a .npz file with x and y, got {options.samples}: {error}") from None
-        progress("tuning ...")
-        tuned = tune(model, x, y)
-        if options.out:
-            tuned.model.save(options.out)
-        return {
-            "samples": tuned.samples,
-            "settings_tried": len(tuned.tried),
-            "seconds": tuned.seconds,
-            "before": _plain(tuned.before),
-            "best": _plain(tuned.best),
-            "bundle": str(options.out) if options.out else None,
-            "report": tuned.report(),
-        }
-
-    def text(self, result: Mapping[str, Any]) -> str:
-        where = result["bundle"]
-        return f"{result['report']}\n\n" + (f"bundle: {where}" if where else "nothing written: no --out")
-
-
-def _plain(candidate: Candidate) -> dict[str, Any]:
-    score = candidate.log_likelihood
-    return {
-        "prior_var": list(candidate.prior_var),
-        "noise_var": candidate.noise_var,
-        "log_likelihood": score if math.isfinite(score) else None,
-    }

@@ -1,4 +1,4 @@
-"""``--baselines``: what else could be done with a sample, timed on the same board. What is not installed is named."""
+"""``--baselines``: other ways to learn a sample, timed on the same board. Packages that are not installed are named."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kbt_edge._progress import Tell
 from kbt_edge.bench.figures import summary
 from kbt_edge.bench.workload import Workload
 from kbt_edge.reference import ReferenceHead
@@ -25,10 +26,10 @@ class _MissingError(Exception):
     pass
 
 
-def run(work: Workload, progress: Callable[[str], None]) -> list[dict[str, Any]]:
+def run(work: Workload, tell: Tell) -> list[dict[str, Any]]:
     rows = []
     for name, (samples, make) in _BASELINES.items():
-        progress(f"baseline: {name}")
+        tell(f"baseline: {name}")
         try:
             rows.append({"name": name, "samples": samples, **_timed(make(work))})
         except _MissingError as missing:
@@ -51,8 +52,8 @@ def _timed(step: Callable[[int], object]) -> dict[str, Any]:
 
 def _samples(work: Workload) -> tuple[list[Any], list[Any]]:
     """Rows h in float64, and targets in the head's units or labels."""
-    samples = [work.model._in_head_units(x, y) for x, y in zip(work.inputs, work.targets, strict=True)]
-    return [np.asarray(h, np.float64) for h, _ in samples], [y for _, y in samples]
+    rows = [work.model.features(*x).astype(np.float64) for x in work.inputs]
+    return rows, [work.model.to_head_units(y) for y in work.targets]
 
 
 def _reference(work: Workload) -> Callable[[int], object]:

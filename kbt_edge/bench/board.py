@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kbt_edge import _core
-from kbt_edge._compiled import BackendError
-from kbt_edge._compiled import _compiler as _find_compiler
+from kbt_edge.errors import BackendError
+from kbt_edge.trunk.build import find_compiler
 
 __all__ = ["PACKAGES", "Board", "compiler", "load_between", "run_tool", "versions"]
 
@@ -193,7 +193,7 @@ class Board:
         return found
 
     def throttled(self) -> list[str] | None:
-        """Reasons for a lower clock, in words; an empty list if there are none; None if the board does not say."""
+        """Reasons for a reduced clock; an empty list if there are none; None if the board does not report them."""
         said = parse_throttled(self._tool("vcgencmd", "get_throttled"))
         for counter in self.glob("sys/devices/system/cpu/cpu[0-9]*/thermal_throttle/core_throttle_count"):
             said = said or []
@@ -273,7 +273,7 @@ def load_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[st
 def compiler() -> str | None:
     """The C compiler that would build a trunk, or None."""
     try:
-        return _find_compiler()[1]
+        return find_compiler()[1]
     except BackendError:
         return None
 

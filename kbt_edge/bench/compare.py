@@ -58,7 +58,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise BundleError(f"{path}: expected a result of kbt-edge bench, got {error}") from None
     if not isinstance(result, dict) or result.get("format") != FORMAT:
-        raise BundleError(f"{path}: expected a result with the format {FORMAT!r}, got something else")
+        raise BundleError(f"{path}: not a result of kbt-edge bench in the format {FORMAT!r}")
     return result
 
 

@@ -10,27 +10,26 @@ Nothing is changed. Every finding is one of
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import importlib.util
 import os
 import resource
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from kbt_edge import Head, _core
-from kbt_edge._compiled import default_cache_dir
 from kbt_edge.bench.board import Board, compiler, versions
 from kbt_edge.bench.loops import TRUSTED_CLOCKS
 from kbt_edge.errors import KbtError
+from kbt_edge.trunk.cache import default_cache_dir
+from kbt_edge.trunk.onnxruntime import NOT_AVAILABLE_FOR
 
-__all__ = ["Doctor", "Finding", "Probe", "examine_board", "examine_package"]
+__all__ = ["Finding", "Probe", "examine", "examine_board", "examine_package"]
 
 HOT: Final = 75.0  # °C; a Raspberry Pi begins to slow down at 80
-NO_ONNXRUNTIME: Final = ("armv7l", "armv6l")
 
 
 class Finding(NamedTuple):
@@ -41,50 +40,22 @@ class Finding(NamedTuple):
     do: str = ""
 
 
-class Doctor:
-    def arguments(self, parser: argparse.ArgumentParser) -> None:
-        pass
-
-    def run(self, options: argparse.Namespace) -> Mapping[str, Any]:
-        board, probe = Board(), Probe()
-        package = list(examine_package(board, probe))
-        setup = list(examine_board(board, probe))
-        return {
-            "board": board.describe(),
-            "state": board.state(),
-            "works": [finding._asdict() for finding in package],
-            "steady_loop": [finding._asdict() for finding in setup],
-            "exit_code": int(any(finding.state == "broken" for finding in package)),
-        }
-
-    def text(self, result: Mapping[str, Any]) -> str:
-        board = result["board"]
-        name = ", ".join(str(part) for part in (board["board"], board["cpu"], board["machine"]) if part)
-        lines = [f"{name}, {board['cores']} cores", ""]
-        for title, key in (("what works here", "works"), ("for a steady loop", "steady_loop")):
-            lines.append(title)
-            for finding in result[key]:
-                lines.append(f"  {finding['state']:<8} {finding['name']:<14} {finding['found']}")
-                lines += [f"  {'':<8}   why  {finding['why']}"] * bool(finding["why"])
-                lines += [f"  {'':<8}   do   {finding['do']}"] * bool(finding["do"])
-            lines.append("")
-        counts = {state: _count(result, state) for state in ("broken", "missing", "change")}
-        lines.append(
-            f"{counts['broken']} broken, {counts['missing']} missing, {counts['change']} to change for a steady loop"
-            if any(counts.values())
-            else "everything is as it should be"
-        )
-        if not counts["broken"]:
-            lines.append("kbt_edge works on this board. How fast and how steadily: kbt-edge bench --rate 200")
-        return "\n".join(lines)
-
-
-def _count(result: Mapping[str, Any], state: str) -> int:
-    return sum(finding["state"] == state for key in ("works", "steady_loop") for finding in result[key])
+def examine() -> dict[str, Any]:
+    """All findings as plain data; ``exit_code`` is 1 if something is broken."""
+    board, probe = Board(), Probe()
+    package = list(examine_package(board, probe))
+    setup = list(examine_board(board, probe))
+    return {
+        "board": board.describe(),
+        "state": board.state(),
+        "works": [finding._asdict() for finding in package],
+        "steady_loop": [finding._asdict() for finding in setup],
+        "exit_code": int(any(finding.state == "broken" for finding in package)),
+    }
 
 
 class Probe:
-    """What has to be tried out, as no file tells it. Tests put others in its place."""
+    """What can only be found out by trying. Tests replace it."""
 
     def installed(self, module: str) -> bool:
         return importlib.util.find_spec(module) is not None
@@ -96,7 +67,7 @@ class Probe:
         return compiler()
 
     def head_learns(self) -> str | None:
-        """None, or what went wrong when a small head was to learn y = 1."""
+        """None, or what went wrong when a small head learned y = 1."""
         head = Head(np.zeros((1, 4)), hidden=(8,), prior_var=(1e-5, 1.0), noise_var=1e-2)
         h = np.linspace(-1, 1, 4)
         for _ in range(20):
@@ -187,7 +158,7 @@ def _trunk_tools(board: Board, probe: Probe, runs: str | None) -> Iterator[Findi
     if probe.installed("onnxruntime"):
         threads = "one thread per trunk, set by kbt_edge"
         yield Finding("onnxruntime", "ok", f"{version or 'installed'}, {threads}")
-    elif board.machine in NO_ONNXRUNTIME:
+    elif board.machine in NOT_AVAILABLE_FOR:
         yield Finding("onnxruntime", "ok", f"none exists for {board.machine}; compiled trunks work without it")
     else:
         state = "missing" if runs is None else "ok"
@@ -217,7 +188,7 @@ def _trunk_tools(board: Board, probe: Probe, runs: str | None) -> Iterator[Findi
 
 
 def examine_board(board: Board, probe: Probe) -> Iterator[Finding]:
-    """What makes a loop late now and then."""
+    """What can make a control loop late."""
     yield from _clock_speed(board)
     yield from _heat(board)
     yield _kernel(board)

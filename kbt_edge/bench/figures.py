@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -28,14 +27,13 @@ BINS_PER_DECADE: Final = 50
 
 def summary(ns: Nanoseconds) -> dict[str, Any]:
     """Percentiles by nearest rank, so each is a latency that was measured; one that no sample supports is None."""
-    ordered = np.sort(ns)
-    count = len(ordered)
+    count = len(ns)
     figures: dict[str, Any] = {"count": count}
     for name, share in PERCENTILES.items():
-        rank = math.ceil(round(share * count, 6))
         # p99.9 of 200 samples would be their maximum under another name.
-        figures[name] = float(ordered[rank - 1]) if count * (1 - share) >= 1 - 1e-9 else None
-    figures["min"], figures["max"] = float(ordered[0]), float(ordered[-1])
+        enough = count * (1 - share) >= 1 - 1e-9
+        figures[name] = float(np.quantile(ns, share, method="inverted_cdf")) if enough else None
+    figures["min"], figures["max"] = float(ns.min()), float(ns.max())
     return figures
 
 
@@ -63,7 +61,7 @@ def paced_figures(
 
     Step k is due at k · period. Its response time runs from there and not from when the loop got round to it, so a
     single stall is charged to every release that it delayed (no coordinated omission).
-    ``floor_ns``: what is shorter is mostly clock, and counts as so long.
+    ``floor_ns``: shorter times are mostly the clock's own, and are raised to this value.
     """
     releases = period_ns * np.arange(len(started))
     missed = done - releases > deadline_ns
@@ -96,23 +94,18 @@ def fit_exponent(sizes: Sequence[float], times: Sequence[float]) -> dict[str, fl
     x, y = np.log(np.asarray(sizes, np.float64)), np.log(np.asarray(times, np.float64))
     order = np.argsort(x)
     x, y = x[order], y[order]
-
-    def slope(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
-        centred = x - x.mean()
-        return float(centred @ y / (centred @ centred))
-
     half = len(x) // 2 if len(x) > 3 else 0
-    return {"all": slope(x, y), "larger_half": slope(x[half:], y[half:])}
+    return {"all": float(np.polyfit(x, y, 1)[0]), "larger_half": float(np.polyfit(x[half:], y[half:], 1)[0])}
 
 
 def figure(row: Mapping[str, Any], key: str) -> str:
-    """A figure of a summary for people; one at the floor of what the clock can tell is an upper bound."""
+    """Format a figure of a summary; at the floor of the clock's resolution it is an upper bound."""
     ns = row[key]
     return "≤ " * (ns is not None and ns <= row.get("floor_ns", 0.0)) + duration(ns)
 
 
 def duration(ns: float | None) -> str:
-    """Nanoseconds for people: three digits and a unit."""
+    """Format nanoseconds with three digits and a unit."""
     if ns is None:
         return "–"
     size = abs(ns)

@@ -11,7 +11,7 @@ import itertools
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kbt_edge import _core
+from kbt_edge._progress import Tell
 from kbt_edge.bench.figures import PERCENTILES, histogram, paced_figures, summary
 from kbt_edge.bench.workload import SAMPLES, Workload
 from kbt_edge.errors import KbtError
 
 __all__ = ["TRUSTED_CLOCKS", "Harness", "back_to_back", "paced", "stops"]
 
-Progress = Callable[[str], None]
 Nanoseconds = NDArray[np.float64]
 
 # Where the kernel itself keeps time by the processor's counter, so may we: it is cheaper than the kernel's clock.
@@ -104,7 +104,7 @@ class Harness:
         }
 
 
-def back_to_back(work: Workload, harness: Harness, steps: int | None, rest: bool, progress: Progress) -> dict[str, Any]:
+def back_to_back(work: Workload, harness: Harness, steps: int | None, rest: bool, tell: Tell) -> dict[str, Any]:
     """Stages and whole steps, one after the other without a pause, C and Python taking turns in blocks.
 
     ``steps``: None for as many as are usual, or fit into ``_SECONDS``.
@@ -123,7 +123,7 @@ def back_to_back(work: Workload, harness: Harness, steps: int | None, rest: bool
     trunk_alone = harness.recorder(0 if work.whole else 2 * SAMPLES * blocks)
     used = _Usage()
     for block in range(blocks):
-        progress(f"back to back: {100 * block // blocks} % of {blocks * SAMPLES} steps")
+        tell(f"back to back: {100 * block // blocks} % of {blocks * SAMPLES} steps")
         with used.counting():
             _must(work.loop.stages(0, SAMPLES, trunk, head, stages))
             _must(work.loop.steps(0, SAMPLES, step, whole))
@@ -186,13 +186,12 @@ def paced(
     deadline_ns: float,
     duration_s: float,
     spin_ns: int,
-    progress: Progress,
+    tell: Tell,
 ) -> tuple[dict[str, Any], Nanoseconds, Nanoseconds]:
     """A control loop: released on absolute times, ``rate_hz`` a second. Returns figures, release jitter and response.
 
     It sleeps until ``spin_ns`` before a release and is busy until it comes: awake, the core has left its power saving
-    behind when the step starts. With a twin it rehearses meanwhile, on the sample before, again and again: the twin
-    takes a whole step, the model itself predicts. The caches then hold what a step needs, and nothing is learned twice.
+    behind when the step starts.
 
     Once a second, between two steps, it looks for Ctrl-C and shows progress; what that delays counts like any delay.
     """
@@ -208,7 +207,7 @@ def paced(
     recorder.pace(epoch, period, spin_ns)
     with used.counting():
         for first in range(0, steps, at_a_time):
-            progress(f"paced, {loop}: {first * period / 1e9:.0f} of {steps * period / 1e9:.0f} s")
+            tell(f"paced, {loop}: {first * period / 1e9:.0f} of {steps * period / 1e9:.0f} s")
             run(work, first, min(at_a_time, steps - first), recorder)
     stamps = (recorder.stamps - np.uint64(epoch)).astype(np.int64).astype(np.float64).reshape(-1, 2)
     started, done = stamps[:, 0], stamps[:, 1]
@@ -244,33 +243,27 @@ def _python_block(work: Workload, recorder: _core.Recorder) -> None:
 
 
 def _trunk_block(work: Workload, recorder: _core.Recorder) -> None:
-    mark, rows = recorder.mark, work.model._rows
+    mark, features = recorder.mark, work.model.features
     for inputs in work.inputs:
         mark()
-        rows(inputs)
+        features(*inputs)
         mark()
 
 
 def _paced_c(work: Workload, first: int, steps: int, recorder: _core.Recorder) -> None:
-    _must(work.loop.paced(first, steps, recorder, work.twin_loop))
+    _must(work.loop.paced(first, steps, recorder, None))
 
 
 def _paced_python(work: Workload, first: int, steps: int, recorder: _core.Recorder) -> None:
-    early, wait, mark = recorder.early, recorder.wait, recorder.mark
+    wait, mark = recorder.wait, recorder.mark
     predict, observe = work.model.predict, work.model.observe
     samples = itertools.cycle(zip(work.inputs, work.targets, strict=True))
-    twin, before = work.twin, (work.inputs[first % SAMPLES - 1], work.targets[first % SAMPLES - 1])
     for inputs, y in itertools.islice(samples, first % SAMPLES, first % SAMPLES + steps):
-        while twin is not None and early():
-            twin.predict(*before[0])
-            twin.observe(before[1])
-            predict(*before[0])
         wait()
         mark()
         predict(*inputs)
         observe(y)
         mark()
-        before = inputs, y
 
 
 def _warm(work: Workload, loop: str) -> None:

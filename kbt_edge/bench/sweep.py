@@ -8,16 +8,18 @@ covariance factors, which is what an update has to touch at least (for outputs a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
 from kbt_edge import Head, _core
+from kbt_edge._progress import Tell
 from kbt_edge.bench.figures import fit_exponent, summary
 from kbt_edge.bench.loops import Harness
 from kbt_edge.errors import KbtError, RangeError
+from kbt_edge.settings import COVARIANCES, DTYPES, Covariance, Dtype
 
 __all__ = ["AXES", "MAX_BYTES", "Size", "axes", "factors", "run"]
 
@@ -27,8 +29,7 @@ SIZES: Final = {
     "outputs": (1, 2, 4, 8, 16),
     "rows": (1, 2, 4, 8, 16),
 }
-CHOICES: Final = {"structure": ("full", "neuron", "diagonal"), "dtype": ("float32", "float64")}
-AXES: Final = (*SIZES, *CHOICES)
+AXES: Final = (*SIZES, "structure", "dtype")
 MAX_BYTES: Final = (
     256 * 2**20
 )  # of a head in a sweep; `full` grows with the fourth power of d and would pass any memory
@@ -43,8 +44,8 @@ class Size:
     hidden: int | None = None  # neurons of the hidden layer; None: 2 d, the least that can copy h; 0: no hidden layer
     outputs: int = 1
     rows: int = 1
-    structure: str = "neuron"
-    dtype: str = "float32"
+    structure: Covariance = "neuron"
+    dtype: Dtype = "float32"
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -77,7 +78,7 @@ def factors(size: Size) -> int:
     return total
 
 
-def run(names: Sequence[str], harness: Harness, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(names: Sequence[str], harness: Harness, seed: int, tell: Tell) -> dict[str, Any]:
     curves = _curves(names)
     points: list[dict[str, Any]] = []
     fits: list[dict[str, Any]] = []
@@ -90,7 +91,7 @@ def run(names: Sequence[str], harness: Harness, seed: int, progress: Callable[[s
         measured = []
         for size in fitting:
             at = getattr(size, axis) if axis else None
-            progress(f"sweep: {label} {f'{axis} = {at}' if axis else ''}")
+            tell(f"sweep: {label} {f'{axis} = {at}' if axis else ''}")
             try:
                 measured.append({"curve": label, "axis": axis, "at": at, **_measure(size, harness, seed)})
             except KbtError as error:  # locked memory may have a limit of its own
@@ -106,8 +107,8 @@ def run(names: Sequence[str], harness: Harness, seed: int, progress: Callable[[s
 
 def _curves(names: Sequence[str]) -> list[tuple[str, str, list[Size]]]:
     """Label, axis and sizes of every curve; the axis is empty for single points."""
-    structures = CHOICES["structure"] if "structure" in names else (BASE.structure,)
-    dtypes = CHOICES["dtype"] if "dtype" in names else (BASE.dtype,)
+    structures = COVARIANCES if "structure" in names else (BASE.structure,)
+    dtypes = DTYPES if "dtype" in names else (BASE.dtype,)
     curves = []
     for axis in [name for name in SIZES if name in names] or [""]:
         for structure, dtype in itertools.product(structures, dtypes):
@@ -125,8 +126,8 @@ def _bytes(size: Size) -> int:
     config.widths = list(size.widths)
     config.prior_var = [1.0] * (len(size.widths) - 1)
     config.max_rows = size.rows
-    config.dtype = CHOICES["dtype"].index(size.dtype)
-    config.covariance = CHOICES["structure"].index(size.structure)
+    config.dtype = DTYPES.index(size.dtype)
+    config.covariance = COVARIANCES.index(size.structure)
     return config.arena_bytes()
 
 

@@ -123,8 +123,7 @@ def _back_to_back(part: Mapping[str, Any]) -> list[str]:
 
 
 def paced_title(part: Mapping[str, Any]) -> str:
-    awake = "rehearsing" if part.get("rehearse") else "awake"
-    before = f", {awake} {part['spin_us']:g} µs before each release" if part.get("spin_us") else ""
+    before = f", awake {part['spin_us']:g} µs before each release" if part.get("spin_us") else ""
     return f"paced, {part['rate_hz']:g} Hz for {part['duration_s']:g} s, deadline {part['deadline_ms']:g} ms{before}"
 
 

@@ -19,10 +19,7 @@ SAMPLES: Final = 256  # taken in turn; few enough to stay in the cache, as a sen
 
 @dataclass(frozen=True)
 class Workload:
-    """Two copies of one model, each with its own head: the C loop and the Python loop learn the same samples.
-
-    A third, the twin, rehearses for whichever of them is paced, and is never asked.
-    """
+    """Two copies of one model, each with its own head: the C loop and the Python loop learn the same samples."""
 
     model: Model  # for the Python loop
     inputs: list[tuple[Any, ...]]  # arguments of model.predict
@@ -30,19 +27,17 @@ class Workload:
     loop: _core.Loop  # the other copy in C
     whole: bool  # whether the C loop holds the trunk as well; otherwise it starts at h
     description: dict[str, Any]
-    twin: Model | None
-    twin_loop: _core.Loop | None
-    _other: Model  # keeps the memory of the C loop alive
+    c_model: Model  # the model of the C loop, whose memory it uses
 
 
-def load(name: str, backend: str, seed: int, rehearse: bool = False) -> Workload:
+def load(name: str, backend: str, seed: int) -> Workload:
     folder = bundles.find(name)
     model, other = Model.load(name, backend=backend), Model.load(name, backend=backend)
     rng = np.random.default_rng(seed)
     inputs = [_input(model, rng) for _ in range(SAMPLES)]
     targets = [_target(model, x, rng) for x in inputs]
     head, trunk = model.head.config, model.trunk
-    whole = other._pipeline is not None and trunk.backend == "compiled"
+    whole = other._policy.runs_alone and head["output"] == "gaussian"
     description = {
         "bundle": folder.name if bundles.is_shipped(folder) else str(name),
         "trunk_backend": trunk.backend,
@@ -56,9 +51,7 @@ def load(name: str, backend: str, seed: int, rehearse: bool = False) -> Workload
         "samples": SAMPLES,
     }
     loop = _c_loop(other, inputs, targets, whole)
-    twin = Model.load(name, backend=backend) if rehearse else None
-    twin_loop = None if twin is None else _c_loop(twin, inputs, targets, whole)
-    return Workload(model, inputs, targets, loop, whole, description, twin, twin_loop, other)
+    return Workload(model, inputs, targets, loop, whole, description, other)
 
 
 def _input(model: Model, rng: np.random.Generator) -> tuple[Any, ...]:
@@ -84,10 +77,10 @@ def _target(model: Model, x: tuple[Any, ...], rng: np.random.Generator) -> Any:
 
 
 def _c_loop(model: Model, inputs: list[tuple[Any, ...]], targets: list[Any], whole: bool) -> _core.Loop:
-    if whole and model._pipeline is not None:
+    if whole:
         x: NDArray[Any] = np.array([np.ravel(arguments[0]) for arguments in inputs], np.float64)
-        return _core.Loop(model._pipeline, x, np.array([np.ravel(y) for y in targets], np.float64))
-    samples = [model._in_head_units(x, y) for x, y in zip(inputs, targets, strict=True)]
-    h, y = (np.array([np.ravel(array) for array in arrays]) for arrays in zip(*samples, strict=True))
+        return _core.Loop(model._policy, x, np.array([np.ravel(y) for y in targets], np.float64))
+    h = np.array([np.ravel(model.features(*x)) for x in inputs])
+    y = np.array([np.ravel(model.to_head_units(y)) for y in targets])
     dtype = np.int32 if model.head.config["output"] == "softmax" else model.head.config["dtype"]
     return _core.Loop(model.head._core, model.trunk.rows, h, np.ascontiguousarray(y, dtype))

@@ -1,4 +1,4 @@
-"""What KBT is compared with (METHOD §7): retraining from a memory, the readout alone, least squares on h, or nothing.
+"""The baselines (method.md §7): retraining from a memory, retraining the readout, least squares on h, and no learning.
 
 Every learner sees one (state, force) pair at a time, in metres, radians and newtons, and offers its policy whenever it
 is asked. It starts from a pre-trained ``DecisionTransformer``, which it copies. torch is imported when first needed.
@@ -58,13 +58,13 @@ _EXACT = 1e-12  # N; below this a policy is the LQR itself, and its RMSE has no 
 
 
 class Learner(Protocol):
-    """What a study needs of a method."""
+    """The interface of a method in a study."""
 
     seconds: float  # of computation spent in observe so far; other processes do not count
     samples: int  # observed so far
 
     def observe(self, state: Array, force: float) -> None:
-        """Take in one sample: a state (4,) and the force that belongs to it."""
+        """Learn one sample: a state (4,) and its force."""
 
     def policy(self, states: Array) -> Array:
         """Forces (N,) at states (N, 4)."""
@@ -77,7 +77,7 @@ class Learner(Protocol):
 
 
 def load_network() -> DecisionTransformer:
-    """The network that the bundle "cartpole" was made from (tools/pretrain_cartpole.py), for those who retrain it."""
+    """The network that the bundle "cartpole" was made from (tools/pretrain_cartpole.py), to be retrained."""
     import torch
 
     from kbt_edge.networks import DecisionTransformer
@@ -260,7 +260,7 @@ class Retraining:
 class RecursiveLeastSquares:
     """Recursive least squares on [h, 1] from the pre-trained W_O, in float64, with ``prior_var`` in units of the noise.
 
-    It is the exact posterior mean of a linear readout: what a head without hidden layers comes to (METHOD §1, L = 1).
+    It is the exact posterior mean of a linear readout: a head without hidden layers, with L = 1 (method.md §1).
     """
 
     def __init__(self, model: DecisionTransformer, prior_var: float) -> None:

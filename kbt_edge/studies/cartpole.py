@@ -1,4 +1,4 @@
-"""The cart-pole of METHOD §7: the plant, its LQR, i.i.d. samples of that LQR, and the closed loop.
+"""The cart-pole of method.md §7: the plant, its LQR, i.i.d. samples of that LQR, and the closed loop.
 
 A state is [x, v, θ, ω]: the cart's place (m) and speed (m/s), the pole's angle from the upright (rad) and its rate
 (rad/s). Arrays of states have the shape (..., 4), forces (N) the shape (...). A policy: states (N, 4) → forces (N,).

@@ -7,7 +7,6 @@ sample at a time, and the closed loop is tried again on the way. No torch.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import statistics
 import time
@@ -18,95 +17,67 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kbt_edge.cli import live
+from kbt_edge._progress import Tell, silent
 from kbt_edge.errors import RangeError
 from kbt_edge.model import Model
 from kbt_edge.studies import cartpole
 
-__all__ = ["Demo"]
+__all__ = ["run"]
 
 Array = NDArray[np.float64]
 _LOOK = (5, 10, 20, 50, 100, 200, 400)  # samples after which the loop is closed again
 _STARTS, _TEST_STATES = 10, 200
 
 
-class Demo:
-    """The main job on the shipped cart-pole bundle."""
+def run(samples: int, seed: int, out: Path, backend: str = "auto", tell: Tell = silent) -> dict[str, Any]:
+    """Learn ``samples`` samples of the new plant; writes the adapted bundle and a picture to ``out``."""
+    if not 1 <= samples <= 100_000:
+        raise RangeError(f"samples: expected 1..100000, got {samples}")
+    if seed < 0:
+        raise RangeError(f"seed: expected 0 or more, got {seed}")
+    model = Model.load("kbt_edge:cartpole", backend=backend)
+    rng = np.random.default_rng(seed)
+    gain = cartpole.lqr_gain(cartpole.NEW)
+    starts = cartpole.sample_starts(rng, _STARTS)
+    unseen = cartpole.sample_states(rng, _TEST_STATES)
+    states, forces = cartpole.sample_pairs(rng, samples, gain)
 
-    def arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--samples", type=int, default=100, help="how many samples to learn (default 100)")
-        parser.add_argument("--seed", type=int, default=0, help="draws samples, starts and test states (default 0)")
-        parser.add_argument("--out", type=Path, default=Path("kbt-demo"), help="folder for results (default kbt-demo)")
-        parser.add_argument("--backend", default="auto", help="how the trunk runs: auto, compiled or onnxruntime")
+    old_plant = cartpole.rollout(cartpole.OLD, _policy(model), starts)
+    before = cartpole.rollout(cartpole.NEW, _policy(model), starts)
+    scenes = [_scene("the old policy on the new plant", model, before)]
+    progress = [_look(model, 0, gain, unseen, before, [])]
+    seconds: list[float] = []
+    tell(_line(progress[-1]))
+    for i, (state, force) in enumerate(zip(states, forces, strict=True), 1):
+        model.predict(state)
+        started = time.perf_counter()
+        model.observe(force)
+        seconds.append(time.perf_counter() - started)
+        if i in _LOOK or i == samples:
+            after = cartpole.rollout(cartpole.NEW, _policy(model), starts)
+            progress.append(_look(model, i, gain, unseen, after, seconds))
+            if i in (_LOOK[0], samples):
+                scenes.append(_scene(f"after {i} samples", model, after))
+        tell(_line({**progress[-1], "samples": i}))
+    tell(None)
 
-    def run(self, options: argparse.Namespace) -> Mapping[str, Any]:
-        if not 1 <= options.samples <= 100_000:
-            raise RangeError(f"--samples: expected 1..100000, got {options.samples}")
-        if options.seed < 0:
-            raise RangeError(f"--seed: expected 0 or more, got {options.seed}")
-        model = Model.load("kbt_edge:cartpole", backend=options.backend)
-        rng = np.random.default_rng(options.seed)
-        gain = cartpole.lqr_gain(cartpole.NEW)
-        starts = cartpole.sample_starts(rng, _STARTS)
-        unseen = cartpole.sample_states(rng, _TEST_STATES)
-        states, forces = cartpole.sample_pairs(rng, options.samples, gain)
-
-        old_plant = cartpole.rollout(cartpole.OLD, _policy(model), starts)
-        before = cartpole.rollout(cartpole.NEW, _policy(model), starts)
-        scenes = [_scene("the old policy on the new plant", model, before)]
-        progress = [_look(model, 0, gain, unseen, before, [])]
-        seconds: list[float] = []
-        _live(progress[-1])
-        for i, (state, force) in enumerate(zip(states, forces, strict=True), 1):
-            model.predict(state)
-            started = time.perf_counter()
-            model.observe(force)
-            seconds.append(time.perf_counter() - started)
-            if i in _LOOK or i == options.samples:
-                after = cartpole.rollout(cartpole.NEW, _policy(model), starts)
-                progress.append(_look(model, i, gain, unseen, after, seconds))
-                if i in (_LOOK[0], options.samples):
-                    scenes.append(_scene(f"after {i} samples", model, after))
-            _live({**progress[-1], "samples": i})
-        live(None)
-
-        options.out.mkdir(parents=True, exist_ok=True)
-        bundle = model.save(options.out / "cartpole")
-        picture = options.out / "demo.png"
-        drawn = _draw(picture, scenes)
-        return {
-            "samples": options.samples,
-            "seed": options.seed,
-            "backend": model.trunk.backend,
-            "backend_reason": model.trunk.backend_reason,
-            "success_old_plant_before": old_plant.success_rate,
-            "success_new_plant_before": before.success_rate,
-            "success_new_plant_after": after.success_rate,
-            "progress": progress,
-            "bundle": str(bundle),
-            "picture": str(picture) if drawn else None,
-        }
-
-    def text(self, result: Mapping[str, Any]) -> str:
-        lines = [
-            "The policy was trained for a short, light pole. Now the pole is ten times as long and ten times as heavy.",
-            "",
-            f"  old plant, before   {_percent(result['success_old_plant_before'])} of {_STARTS} starts balanced",
-            f"  new plant, before   {_percent(result['success_new_plant_before'])}",
-            f"  new plant, after    {_percent(result['success_new_plant_after'])}",
-            "",
-            "  samples   force RMSE   sure within   balanced   per update",
-        ]
-        for row in result["progress"]:
-            speed = "" if row["update_us"] is None else f"{row['update_us']:8.1f} µs"
-            figures = f"{row['samples']:7d} {row['rmse']:9.2f} N   ± {row['std']:7.2f} N"
-            lines.append(f"  {figures}   {_percent(row['success']):>8} {speed}".rstrip())
-        lines += ["", f"trunk: {result['backend']} ({result['backend_reason']})", f"adapted bundle: {result['bundle']}"]
-        if result["picture"]:
-            lines.append(f"picture: {result['picture']}")
-        else:
-            lines.append("no picture: matplotlib is not installed (pip install 'kbt-edge[demo]')")
-        return "\n".join(lines)
+    out.mkdir(parents=True, exist_ok=True)
+    bundle = model.save(out / "cartpole")
+    picture = out / "demo.png"
+    drawn = _draw(picture, scenes)
+    return {
+        "samples": samples,
+        "seed": seed,
+        "backend": model.trunk.backend,
+        "backend_reason": model.trunk.backend_reason,
+        "starts": _STARTS,
+        "success_old_plant_before": old_plant.success_rate,
+        "success_new_plant_before": before.success_rate,
+        "success_new_plant_after": after.success_rate,
+        "progress": progress,
+        "bundle": str(bundle),
+        "picture": str(picture) if drawn else None,
+    }
 
 
 def _policy(model: Model) -> cartpole.Policy:
@@ -126,13 +97,9 @@ def _look(
     }
 
 
-def _live(row: Mapping[str, Any]) -> None:
+def _line(row: Mapping[str, Any]) -> str:
     speed = "" if row["update_us"] is None else f", {row['update_us']:.1f} µs per update"
-    live(f"{row['samples']} samples: RMSE {row['rmse']:.2f} N, {_percent(row['success'])} balanced{speed}")
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    return f"{row['samples']} samples: RMSE {row['rmse']:.2f} N, {100 * row['success']:.0f} % balanced{speed}"
 
 
 class _Scene(NamedTuple):

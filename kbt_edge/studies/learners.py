@@ -28,7 +28,7 @@ Array = NDArray[np.float64]
 
 
 class Moments(NamedTuple):
-    """What a learner believes about the forces at N states, in newtons."""
+    """Predicted forces at N states, in newtons."""
 
     mean: Array  # (N,)
     epistemic: Array  # (N,) variance of the model
@@ -87,7 +87,7 @@ class Kbt:
 
 
 class Paper:
-    """The paper's setting: two layers with one ε, all correlations kept, ``replace``, and a diagonal Σ_uz (METHOD §4).
+    """The paper's setting: two layers with one ε, all correlations, ``replace``, and a diagonal Σ_uz (method.md §4).
 
     It exists in ``reference`` alone.
     """
@@ -153,7 +153,7 @@ def two_layers(first: Array, cov: Array, last: Array) -> TwoLayers:
 
 
 def two_layer_policies(network: DecisionTransformer, snapshots: Sequence[TwoLayers]) -> Policies:
-    """The mean forces of M heads of two layers: E max(0, u) from the mean and the variance of each u (METHOD §2).
+    """The mean forces of M heads of two layers: E max(0, u) from the mean and the variance of each u (method.md §2).
 
     The heads can do this themselves, one state at a time, together with the variance of the force.
     """

@@ -93,7 +93,7 @@ trial, once with the variance of the noise given to the head, once with the defa
 $calibration
 
 <h2>Other plants</h2>
-<p>Plants with random masses and lengths that nobody looked at. <code>tune</code> saw $tuned samples of each; both
+<p>Plants with random masses and lengths, used for nothing else. <code>tune</code> saw $tuned samples of each; both
 settings were then judged on 400 others: log likelihood per sample, each predicted before it was learned (higher is
 better), and force RMSE after 50 samples.</p>
 $plants

@@ -10,7 +10,7 @@ it can be learned only as far as the frozen h knows the two apart.
 What is compared, on words that no method has learned from:
 
     frozen         the pre-trained model
-    kbt            the head of the bundle, one layer; one joint update per pair (METHOD §6), memory of one pair
+    kbt            the head of the bundle, one layer; one joint update per pair (method.md §6), memory of one pair
     kbt, 2 layers  the same with a hidden layer of 2 d neurons
     Adam, last N   the readout retrained on the last N pairs, from where it stands
     Adam, all      the readout retrained on every pair so far: the reference, which needs all the memory
@@ -22,7 +22,6 @@ unseen words of those streams, which is more than a device would know. tools/pre
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections import deque
@@ -33,14 +32,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kbt_edge.cli import live
+from kbt_edge._progress import Tell, silent
 from kbt_edge.errors import RangeError
 from kbt_edge.head import Head
 from kbt_edge.model import Model
 from kbt_edge.sequence import Sequences
 from kbt_edge.trunk import Trunk
 
-__all__ = ["METHODS", "OLD", "Adam", "Demo", "Kbt", "Pair", "Rule", "Score", "new_rule", "run_study", "sample_pairs"]
+__all__ = ["METHODS", "OLD", "Adam", "Kbt", "Pair", "Rule", "Score", "new_rule", "run_study", "sample_pairs"]
 
 Tokens = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
@@ -103,7 +102,7 @@ def sample_pairs(rng: np.random.Generator, count: int, rule: Rule) -> list[Pair]
 def stream(kind: int, seed: int, count: int, held_out: int = HELD_OUT) -> tuple[list[Pair], list[Pair]]:
     """``count`` pairs of a new rule, and ``held_out`` more whose words are not among them."""
     if seed < 0:
-        raise RangeError(f"seed: expected a number from 0, got {seed}")
+        raise RangeError(f"seed: expected 0 or more, got {seed}")
     rng = np.random.default_rng([kind, seed])
     rule = new_rule(rng)
     pairs = sample_pairs(rng, count, rule)
@@ -131,7 +130,7 @@ def hidden_rows(trunk: Trunk, pairs: Sequence[Pair]) -> list[Float32]:
 
 
 def written(tokens: Tokens) -> str:
-    """Tokens for people; "·" for what is no letter."""
+    """Tokens as text, with "·" for tokens that are no letters."""
     letters = tokens[: -1 if END in tokens[-1:] else None]
     return "".join(LETTERS[t - FIRST] if t >= FIRST else "·" for t in letters)
 
@@ -327,7 +326,11 @@ def unseen_accuracy(trunk: Trunk, make: Callable[[], Adam], seeds: Sequence[int]
 
 
 def run_study(
-    model: Model, seeds: Sequence[int], checkpoints: Sequence[int] = CHECKPOINTS, held_out: int = HELD_OUT
+    model: Model,
+    seeds: Sequence[int],
+    checkpoints: Sequence[int] = CHECKPOINTS,
+    held_out: int = HELD_OUT,
+    tell: Tell = silent,
 ) -> dict[str, Any]:
     """Every method on the stream of every seed, as plain data; a score before learning and one per checkpoint."""
     state = model.head.to_bytes()
@@ -344,14 +347,14 @@ def run_study(
             run = [evaluate(learner.head, unseen, rows)]
             for score, count in zip(follow(learner, pairs, checkpoints, unseen, rows), checkpoints, strict=True):
                 run.append(score)
-                live(f"seed {seed}, {method.name}: {count} sequences, {100 * score.token:.1f} % of tokens")
+                tell(f"seed {seed}, {method.name}: {count} sequences, {100 * score.token:.1f} % of tokens")
             scores.setdefault(method.name, []).append(run)
             # Of the reference only the last retraining counts: those before had less to learn from.
             steps = learner.step_seconds if method.every is not None else learner.step_seconds[-1:]
             seconds.setdefault(method.name, []).extend(steps)
             if method.name == KBT and not examples:
                 examples = [_example(model.trunk, Head.from_bytes(state), learner.head, pair) for pair in unseen[:3]]
-    live(None)
+    tell(None)
     means = {name: Score(*np.mean([run[-1] for run in runs], axis=0).tolist()) for name, runs in scores.items()}
     return {
         "seeds": list(seeds),
@@ -402,57 +405,3 @@ def _example(trunk: Trunk, before: Head, after: Head, pair: Pair) -> dict[str, s
         Sequences((trunk, head), start=START, pad=PAD).generate(pair.source, end=END) for head in (before, after)
     ]
     return dict(zip(("word", "wanted", "before", "after"), map(written, (*pair, *answers)), strict=True))
-
-
-class Demo:
-    """``kbt-edge demo tokens``"""
-
-    def arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--seed", type=int, default=0, help=f"the first of {SEEDS} seeds (default 0)")
-        parser.add_argument("--quick", action="store_true", help="one seed only")
-        choices = ("auto", "compiled", "onnxruntime")
-        parser.add_argument("--backend", choices=choices, default="auto", help="how to run the trunk (default: auto)")
-
-    def run(self, options: argparse.Namespace) -> Mapping[str, Any]:
-        if options.seed < 0:
-            raise RangeError(f"--seed: expected 0 or more, got {options.seed}")
-        model = Model.load("kbt_edge:tokens", backend=options.backend)
-        return run_study(model, range(options.seed, options.seed + (1 if options.quick else SEEDS)))
-
-    def text(self, result: Mapping[str, Any]) -> str:
-        seeds, moments, last = result["seeds"], result["sequences"], result["sequences"][-1]
-        spread = f", mean ± deviation of {len(seeds)} new rules" if len(seeds) > 1 else ""
-        lines = [
-            "The model was trained on one rule of writing. Now there is another: a new table, and letters behind a",
-            f"vowel are shifted the other way. On {result['held_out']} unseen words{spread}, in %,",
-            f"before and after {', '.join(map(str, moments[1:]))} sequences:",
-        ]
-        titles = {"token": "next token right", "answer": "whole answer right", "confidence": "confidence"}
-        for field, title in titles.items():
-            lines += ["", f"{title:<20}{'before':>12}" + "".join(f"{moment:>13}" for moment in moments[1:])]
-            for name, scores in result["methods"].items():
-                cells = map(_percent, scores[field]["mean"], scores[field]["std"] or [None] * len(moments))
-                lines.append(f"  {name:<17}" + "".join(f"{cell:>13}" for cell in cells))
-
-        lines += ["", f"{'cost':<20}{'memory':>12}{'a step':>13}{'a sequence':>13}{'of kbt':>13}"]
-        for name, cost in result["cost"].items():
-            memory = cost["memory"] or last
-            each = "" if cost["every"] is None else f"{cost['sequence_ms']:>10.2f} ms{cost['times_kbt']:>11.1f} ×"
-            lines.append(f"  {name:<17}{memory:>13}{cost['step_ms']:>10.2f} ms{each}")
-
-        share = result["share_of_reference"]
-        lines += [
-            "",
-            f"After {last} sequences kbt, which keeps one of them, has {100 * share['token']:.1f} % of the tokens and "
-            f"{100 * share['answer']:.1f} % of the answers",
-            "that retraining on all of them gets right.",
-            "",
-            f"  {'word':<10} {'wanted':<10} {'before':<10} after",
-        ]
-        lines += [f"  {e['word']:<10} {e['wanted']:<10} {e['before']:<10} {e['after']}" for e in result["examples"]]
-        lines += ["", f"trunk: {result['backend']} ({result['backend_reason']})"]
-        return "\n".join(lines)
-
-
-def _percent(mean: float, std: float | None) -> str:
-    return f"{100 * mean:.1f}" + ("" if std is None else f" ± {100 * std:.1f}")

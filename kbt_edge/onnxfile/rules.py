@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from kbt_edge._onnxwire import ELEMENT_TYPES, MAX_BYTES, Graph, Node, OnnxModel, Value, parse_onnx
 from kbt_edge.errors import BundleError
+from kbt_edge.onnxfile.wire import ELEMENT_TYPES, MAX_BYTES, Graph, Node, OnnxModel, Value, parse_onnx
 
 __all__ = ["ELEMENT_TYPES", "MAX_BYTES", "OnnxModel", "Value", "read_onnx", "token_limits", "token_lookups"]
 

@@ -15,7 +15,6 @@ and speaks to it with the verbs of ``Model``: what it answers is what the firmwa
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -35,18 +34,19 @@ import numpy.typing as npt
 
 from kbt_edge import _core
 from kbt_edge import bundle as bundles
-from kbt_edge._compiled import BackendError, CArray, trunk_source, try_out
-from kbt_edge._onnxfile import read_onnx
 from kbt_edge._version import __version__
-from kbt_edge.errors import BundleError, RangeError
+from kbt_edge.errors import BackendError, BundleError, RangeError
 from kbt_edge.model import Model
+from kbt_edge.onnxfile import read_onnx
+from kbt_edge.trunk.build import try_out
+from kbt_edge.trunk.source import CArray, trunk_source
 
-__all__ = ["Codegen", "generate"]
+__all__ = ["generate"]
 
 FORMAT: Final = 2  # 1: cov and total_var of a float32 head were float
 MANIFEST: Final = "codegen.json"
-CORE: Final = ("kbt/kbt.cpp", "kbt/kbt_store.c")
-EXTRA: Final = ("kbt/kbt_flight.cpp",)  # packed as well, and linked by who calls it
+CORE: Final = ("kbt/kbt.cpp", "kbt/store.c")
+EXTRA: Final = ("kbt/recorder.cpp", "kbt/replay.cpp")  # packed as well, and linked by who calls it
 
 # What may not be the name of a policy, because names are made of it that C or C++ has taken already.
 _TAKEN: Final = re.compile(
@@ -144,8 +144,12 @@ def checked_name(name: object) -> str:
 
 def _core_sources() -> list[Path]:
     """The core as this package was built from it: in the package, or beside it in a checkout."""
-    package = Path(__file__).parent
-    for folders in ((package / "csrc", package / "include"), (package.parent / "csrc", package.parent / "cmake")):
+    package = Path(__file__).parents[1]
+    checkout = package.parent
+    for folders in (
+        [package / "include", package / "csrc", *sorted((package / "csrc").glob("*/"))],
+        [*sorted((checkout / "csrc").glob("*/")), checkout / "cmake"],
+    ):
         found: list[Path] = []
         names = [*(Path(source).name for source in (*CORE, *EXTRA)), "KbtEigen.cmake"]
         for name in names:  # and what they include, and what that includes
@@ -395,7 +399,7 @@ kbt_status @name@_observe_labels(const int32_t labels[@rows@], kbt_result *resul
 
 
 def _filled(template: str, pieces: Mapping[str, str]) -> bytes:
-    text = (Path(__file__).parent / "templates" / template).read_text(encoding="utf-8")
+    text = (Path(__file__).parent / "templates" / f"{template}.j2").read_text(encoding="utf-8")
     return _replaced(text, pieces).encode("ascii")
 
 
@@ -428,8 +432,15 @@ def _measured(name: str, folder: Path) -> dict[str, Any] | None:
         objects = build_objects(copy, [f"{prefix}gcc"], [f"{prefix}g++"], (*_M4F, "-fstack-usage"), _SMALL)
         rows = [line.split() for line in call([f"{prefix}size", *map(str, objects)]).splitlines()[1:]]
         frames = [int(line.split("\t")[1]) for line in (copy / f"{name}_trunk.su").read_text().splitlines()]
-    text, data, bss = ({Path(row[5]).stem: int(row[column]) for row in rows} for column in range(3))
-    flash = {"core": "kbt", "network": f"{name}_trunk", "state": f"{name}_state", "verbs": name, "store": "kbt_store"}
+    stems = [str(Path(row[5]).relative_to(copy).with_suffix("")) for row in rows]
+    text, data, bss = ({stem: int(row[column]) for stem, row in zip(stems, rows, strict=True)} for column in range(3))
+    flash = {
+        "core": "kbt/kbt",
+        "network": f"{name}_trunk",
+        "state": f"{name}_state",
+        "verbs": name,
+        "store": "kbt/store",
+    }
     version = call([f"{prefix}g++", "-dumpversion"]).strip()
     return {
         "target": f"Cortex-M4F, {prefix}g++ {version}, {shlex.join(_SMALL)} for the core",
@@ -450,7 +461,7 @@ def _what_it_takes(name: str, size: Mapping[str, Any] | None, state_bytes: int, 
         "network": f"`{name}_trunk.c`, the network's weights and code",
         "state": f"`{name}_state.c`, the head's state at the start",
         "verbs": f"`{name}.c`, physical units",
-        "store": "`kbt/kbt_store.c`, two slots of flash",
+        "store": "`kbt/store.c`, two slots of flash",
         "arena": "the arena, in which the head learns",
     }
     lines = [f"Measured for {size['target']}:", "", "| part | flash (bytes) | RAM (bytes) |", "|---|---|---|"]
@@ -512,31 +523,3 @@ def compiler(variable: str, *names: str) -> list[str]:
         if command and shutil.which(command[0]) is not None:
             return command
     raise BackendError(f"no compiler was found (${variable}, {', '.join(names)})")
-
-
-# ---- kbt-edge codegen ------------------------------------------------------------------------------------------------
-
-
-class Codegen:
-    """``kbt-edge codegen BUNDLE -o DIR``"""
-
-    def arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("bundle", help="folder of a bundle, or the name of one that ships with the package")
-        parser.add_argument("-o", "--out", required=True, type=Path, help="folder for the C files")
-        parser.add_argument("--name", help="prefix of every C name (default: the name of the bundle)")
-
-    def run(self, options: argparse.Namespace) -> Mapping[str, Any]:
-        manifest = generate(options.bundle, options.out, options.name)
-        return {"path": str(options.out.absolute()), **manifest}
-
-    def text(self, result: Mapping[str, Any]) -> str:
-        name = result["name"]
-        lines = [result["path"], "", f"  {name}.h has the calls, README.md how to use them", ""]
-        size = result["size"]
-        if size is None:
-            lines.append("  sizes: not measured, arm-none-eabi-g++ is not installed")
-            return "\n".join(lines)
-        lines.append(f"  {size['target']}")
-        for kind in ("flash", "ram", "stack"):
-            lines += [f"  {kind:<6} {part:<8} {count:>8,} B" for part, count in size[kind].items()]
-        return "\n".join(lines)

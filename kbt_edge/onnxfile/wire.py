@@ -3,7 +3,7 @@
 A trunk arrives in a bundle that may come from anyone, and a board has no ``onnx`` installed. This reader walks the
 protobuf wire format far enough to answer: which operators, which inputs and outputs, which token ids are valid, and
 above all whether any tensor points to a file outside (external data), which is refused. So is all control flow: graphs
-within graphs, functions and training graphs. ``_onnxfile.py`` judges the one graph that is left.
+within graphs, functions and training graphs. ``rules.py`` judges the one graph that is left.
 
 It is stricter than a protobuf parser where two readers could disagree about the same bytes: a known field of the wrong
 wire type, and a repeated field that may occur once, are errors. Every length is checked against the bytes that are
@@ -34,7 +34,7 @@ MAX_FIELDS: Final = 200_000  # of the whole file
 MAX_RANK: Final = 64
 MAX_NAME: Final = 4096
 
-# What makes onnxruntime read bytes as its own format, which nobody has looked at here.
+# The marker that makes onnxruntime read bytes as its own format, which is not checked here.
 ORT_FORMAT: Final = b"ORTM"
 
 # TensorProto.DataType: number -> (name, bytes per element), for the types stored as whole bytes.

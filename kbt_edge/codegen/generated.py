@@ -24,9 +24,8 @@ import numpy.typing as npt
 
 from kbt_edge import _core
 from kbt_edge._arrays import Array, cast, labels_array, plain_array, shape_error
-from kbt_edge._compiled import BackendError
-from kbt_edge.codegen import build_objects, call, checked_name, compiler, read_manifest
-from kbt_edge.errors import BundleError, DtypeError, KbtError, NumericsError, RangeError, ShapeError
+from kbt_edge.codegen.generator import build_objects, call, checked_name, compiler, read_manifest
+from kbt_edge.errors import BackendError, BundleError, DtypeError, KbtError, NumericsError, RangeError, ShapeError
 from kbt_edge.head import Prediction, Update
 
 __all__ = ["Flash", "Generated", "load_generated"]

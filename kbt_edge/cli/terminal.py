@@ -1,0 +1,29 @@
+"""What the commands share: progress on a terminal, and options that several of them have."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+__all__ = ["add_backend", "add_bundle", "live", "progress"]
+
+
+def progress(message: str) -> None:
+    """Print to stderr if it is a terminal, and nothing otherwise."""
+    if sys.stderr.isatty():
+        print(message, file=sys.stderr, flush=True)
+
+
+def live(line: str | None) -> None:
+    """Like ``progress``, but each line overwrites the one before; None clears it."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line or ''}", end="", file=sys.stderr, flush=True)
+
+
+def add_bundle(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", help="folder of a bundle, or the name of one that ships with the package")
+
+
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    choices = ("auto", "compiled", "onnxruntime")
+    parser.add_argument("--backend", choices=choices, default="auto", help="how to run the trunk (default: auto)")

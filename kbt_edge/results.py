@@ -1,0 +1,112 @@
+"""What a head answers: predictions, updates, and how it is doing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, final
+
+import numpy as np
+
+from kbt_edge._arrays import Array
+
+__all__ = ["VERDICTS", "Counters", "Health", "Layer", "Prediction", "Update"]
+
+
+@final
+class Prediction(NamedTuple):
+    """What the head believes about an output, and how sure it is."""
+
+    mean: Array
+    """(d_o,) or (rows, d_o)"""
+    cov: Array
+    """Epistemic covariance, jointly over all rows and outputs: (rows * d_o, rows * d_o)."""
+    total_var: Array
+    """Variance of a new observation: epistemic plus noise, shaped like ``mean``."""
+
+    @property
+    def var(self) -> Array:
+        """Epistemic variance, shaped like ``mean``."""
+        return np.diagonal(self.cov).reshape(self.mean.shape)
+
+    @property
+    def std(self) -> Array:
+        """Epistemic standard deviation."""
+        return np.sqrt(self.var)
+
+    @property
+    def total_std(self) -> Array:
+        """Standard deviation of a new observation."""
+        return np.sqrt(self.total_var)
+
+    def __repr__(self) -> str:
+        if self.mean.size > 6:
+            return f"Prediction(mean of shape {self.mean.shape}, std up to {self.std.max():.3g})"
+        pairs = zip(self.mean.flat, self.std.flat, self.total_std.flat, strict=True)
+        return "Prediction(" + ", ".join(f"{m:.4g} ± {s:.2g} (total {t:.2g})" for m, s, t in pairs) + ")"
+
+
+@final
+class Update(NamedTuple):
+    """What one sample told the head, judged before learning from it."""
+
+    status: str
+    """``"ok"``, or ``"gated"`` when the innovation gate rejected the sample."""
+    nis: float
+    """Normalised innovation squared. Its mean is rows * d_o for a consistent gaussian head."""
+    log_likelihood: float
+    """Log predictive density (gaussian) or log probability (softmax) of the sample."""
+
+
+class Counters(NamedTuple):
+    """Events since the head was made or loaded. Diagnostics: not part of the saved state."""
+
+    rejected: int
+    """Calls refused by the core for their input."""
+    gated: int
+    """Samples rejected by the gate."""
+    floored: int
+    """Variances held at a floor, and steps left out, because rounding had taken the rest."""
+
+
+VERDICTS = ("too few samples", "consistent", "overconfident", "underconfident", "diverging", "no band")
+
+
+class Health(NamedTuple):
+    """Whether the head's errors are as large as it says; see docs/health.md. Not part of the saved state."""
+
+    verdict: str
+    """``"consistent"``: the average is inside the band. ``"overconfident"``: errors are larger than the head says, or
+    the gate rejects more than outliers. ``"underconfident"``: they are smaller. ``"diverging"``: far beyond the band
+    and growing, or most samples rejected, or variances blown up. ``"too few samples"``: fewer than 30 since the prior,
+    the noise or the state was set. ``"no band"``: rule "replace", whose average is not known beforehand."""
+    seen: int
+    """Samples in the average."""
+    average: float
+    """Running average over 200 samples. Gaussian: NIS / (rows * d_o), expected 1. Softmax: surprise -log p(y) less the
+    entropy of the prediction, nats a row, expected 0."""
+    low: float
+    """The average of a head that is right lies between ``low`` and ``high`` in 99.9 % of checks."""
+    high: float
+    gated: float
+    """Recent share of samples that the gate rejected."""
+    smallest_var: float
+    """Smallest entry of D over the factors of all layers."""
+    largest_var: float
+    counters: Counters
+
+    def __repr__(self) -> str:
+        if self.seen == 0:
+            return f"Health({self.verdict})"
+        gated = f", {self.gated:.0%} gated" if self.gated else ""
+        return (
+            f"Health({self.verdict}: average {self.average:.3g}, band {self.low:.3g} to {self.high:.3g}, "
+            f"{self.seen} samples{gated}; variances {self.smallest_var:.2g} to {self.largest_var:.2g})"
+        )
+
+
+class Layer(NamedTuple):
+    """A copy of one layer's posterior."""
+
+    mean: Array
+    """(n, m + 1), bias in the last column."""
+    cov: Array
+    """full: (n (m+1), n (m+1)); neuron: (n, m+1, m+1); diagonal: (n, m+1)."""
