@@ -5,10 +5,9 @@
  * Every prediction must have the bits noted for the number of updates that its head claims to know. The readers run by
  * themselves and beside the learner in turns, so that both meet the same moods of the machine.
  *
- * Usage: readers CALLS [PERIOD_US [take|follow]]. CALLS is what each thread does. With a period other than 0 the
- * learner waits that long between updates, as a control loop would. The readers use kbt_take or kbt_follow. Prints one
- * line of JSON, times as [p50, p99] of taking and predicting, those of the first prediction from each new posterior
- * apart as well; returns 0 only if nothing was torn.
+ * Usage: readers CALLS [PERIOD_US]. CALLS is what each thread does. With a period other than 0 the learner waits that
+ * long between updates, as a control loop would. Prints one line of JSON, times as [p50, p99] of taking and predicting,
+ * those of the first prediction from each new posterior apart as well; returns 0 only if nothing was torn.
  */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
@@ -25,7 +24,6 @@
 enum { INPUTS = 16, HIDDEN = 32, READERS = 2, ROUNDS = 20, BUCKETS = 4096 };
 
 static long calls, period_us;
-static kbt_status (*take)(kbt_head *, kbt_mailbox *) = kbt_take;
 static uint64_t *noted; /* by the number of updates */
 static atomic_long torn;
 static atomic_int learning; /* 1: may, 2: does */
@@ -100,7 +98,7 @@ static void *read_on(void *argument) {
     const int64_t start = now_ns();
     uint64_t bits;
     int64_t took;
-    if (take(reader->head, reader->mailbox) != KBT_OK) abort();
+    if (kbt_take(reader->head, reader->mailbox) != KBT_OK) abort();
     bits = predicted(reader->head);
     took = (now_ns() - start) / 10;
     ++(kbt_samples(reader->head) != last ? reader->first : reader->again)[took < BUCKETS ? took : BUCKETS - 1];
@@ -182,7 +180,6 @@ int main(int argc, char **argv) {
   int k;
   calls = argc > 1 ? atol(argv[1]) : 0;
   period_us = argc > 2 ? atol(argv[2]) : 0;
-  if (argc > 3 && strcmp(argv[3], "follow") == 0) take = kbt_follow;
   if (calls < ROUNDS) return 2;
   noted = malloc((size_t)(calls + 1) * sizeof *noted);
   if (noted == NULL) return 2;

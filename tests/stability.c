@@ -59,16 +59,16 @@ static double learn(kbt_head *head, int single, const double *h, const double *y
 }
 
 static void check(const kbt_head *head, const kbt_config *cfg, int single, long update) {
-  double smallest, largest;
+  kbt_health health;
   union {
     float f[HIDDEN * (HIDDEN + 1)];
     double d[HIDDEN * (HIDDEN + 1)];
   } mean;
   int i, k;
+  kbt_get_health(head, &health);
+  if (!(health.smallest_var >= 0.0) || !isfinite(health.largest_var)) fail("factor out of range", update);
   for (i = 0; i < cfg->layers; ++i) {
     const int count = cfg->widths[i + 1] * (cfg->widths[i] + 1);
-    kbt_get_factor_range(head, i, &smallest, &largest);
-    if (!(smallest >= 0.0) || !isfinite(largest)) fail("factor out of range", update);
     kbt_get_mean(head, i, &mean);
     for (k = 0; k < count; ++k) {
       if (!isfinite(single ? (double)mean.f[k] : mean.d[k])) fail("mean is not finite", update);

@@ -29,11 +29,11 @@ import numpy as np
 
 import kbt_edge as kbt
 from kbt_edge import bundle as bundles
-from kbt_edge._onnxfile import read_onnx
 from kbt_edge.errors import BundleError, KbtError, NumericsError
+from kbt_edge.onnxfile import read_onnx
 
 LENGTHS = struct.Struct("<II")  # of bundle.json and head.kbt; trunk.onnx is the rest
-HEADER, CONFIG = 24, 4 * 18 + 8 * 12  # csrc/state.hpp: bytes of the header, and of the configuration behind it
+HEADER, CONFIG = 24, 4 * 18 + 8 * 12  # csrc/abi/state.hpp: bytes of the header, and of the configuration behind it
 MOST_MEMORY = 1 << 22  # a larger head is read, but not asked for predictions: it would only cost time
 
 
@@ -90,8 +90,7 @@ class Reader:
         assert head.to_bytes() == blob, "an accepted state is saved as another"
         if head.nbytes > MOST_MEMORY:
             return
-        for layer in range(len(head.layers)):
-            assert 0 <= head.factor_range(layer)[0] <= head.factor_range(layer)[1] < math.inf
+        assert 0 <= head.health().smallest_var <= head.health().largest_var < math.inf
         assert (np.diagonal(head.noise_var) if head.noise_var.ndim == 2 else head.noise_var).min() >= 0
         for h in (np.zeros(head.d), np.ones(head.d)):
             try:

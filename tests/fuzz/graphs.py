@@ -27,10 +27,10 @@ import onnx
 import onnxruntime as ort
 from onnx import helper, numpy_helper, shape_inference
 
-from kbt_edge import _compiled
 from kbt_edge._generate import RefusedError, Translator
-from kbt_edge._onnxfile import read_onnx, token_limits
 from kbt_edge.errors import KbtError
+from kbt_edge.onnxfile import read_onnx, token_limits
+from kbt_edge.trunk import build, source
 
 FLOAT, INT32, INT64, BOOL, DOUBLE = 1, 6, 7, 9, 11
 NUMPY = {FLOAT: np.float32, INT32: np.int32, INT64: np.int64, BOOL: np.bool_, DOUBLE: np.float64}
@@ -58,7 +58,7 @@ OTHERS = words(
     """
 )
 OPERATORS = [*UNARY, *BINARY, *COMPARE, *REDUCE, *OTHERS]
-assert set(OPERATORS) == _compiled.OPERATORS
+assert set(OPERATORS) == source.OPERATORS
 
 
 @dataclass
@@ -408,12 +408,12 @@ class Case:
     """A graph with its inputs and what onnxruntime answers to them; None where it refuses."""
 
     data: bytes
-    inputs: list[_compiled.CArray]
-    output: _compiled.CArray
+    inputs: list[source.CArray]
+    output: source.CArray
     feeds: list[dict[str, Any]]
     answers: list[Any]
     lie: bool
-    source: str = ""
+    code: str = ""
 
     def finite_throughout(self, feed: dict[str, Any]) -> bool:
         """Whether every value between input and output is finite."""
@@ -506,8 +506,8 @@ def make_case(rng: np.random.Generator, note: Path) -> Case:
                 info = helper.make_tensor_value_info(output, maker.pick([FLOAT, INT64]), maker.dims())
                 model.graph.value_info.append(info)
     kinds = {FLOAT: "float", INT64: "int64_t"}
-    inputs = [_compiled.CArray(v.shape, kinds[v.kind], limits.get(v.name)) for v in maker.inputs]
-    output = _compiled.CArray(tuple(declared), "float")
+    inputs = [source.CArray(v.shape, kinds[v.kind], limits.get(v.name)) for v in maker.inputs]
+    output = source.CArray(tuple(declared), "float")
     return Case(model.SerializeToString(), inputs, output, feeds, answers, lie)
 
 
@@ -534,10 +534,10 @@ LOCAL = re.compile(r"\b(ref_scalar_\w+|node\d+_\w+|weight\d+_\w+|trunk|trunk_loa
 
 
 def program(cases: list[Case]) -> str:
-    parts = [f"#include <stdio.h>\n#include <stdlib.h>\n{_compiled.PRELUDE}\n"]
+    parts = [f"#include <stdio.h>\n#include <stdlib.h>\n{source.PRELUDE}\n"]
     calls = []
     for i, case in enumerate(cases):
-        parts.append(LOCAL.sub(rf"g{i}_\1", case.source).replace('__attribute__((visibility("default")))', ""))
+        parts.append(LOCAL.sub(rf"g{i}_\1", case.code).replace('__attribute__((visibility("default")))', ""))
         lines = [f"static void case{i}(FILE *in) {{", f"  for (int round = 0; round < {ROUNDS}; ++round) {{"]
         for k, array in enumerate(case.inputs):
             count = int(np.prod(array.shape))
@@ -616,8 +616,8 @@ def fuzz(graphs: int, seed: int, batch: int, findings: Path, quiet: bool = False
             told["lies"] += case.lie
             try:
                 model = read_onnx(case.data)
-                _compiled._check_operators(model)
-                case.source = translate(case.data, "trunk") + _compiled.run_function(case.inputs, case.output)
+                source.check_operators(model)
+                case.code = translate(case.data, "trunk") + source.run_function(case.inputs, case.output)
             except (KbtError, RefusedError):
                 told["refused"] += 1
                 continue
@@ -628,9 +628,9 @@ def fuzz(graphs: int, seed: int, batch: int, findings: Path, quiet: bool = False
             cases.append(case)
         with tempfile.TemporaryDirectory() as folder:
             binary = Path(folder) / "trial"
-            command = [shutil.which("gcc") or "cc", *_compiled.SANITIZE, "-w", "-Werror=incompatible-pointer-types"]
+            command = [shutil.which("gcc") or "cc", *build.SANITIZE, "-w", "-Werror=incompatible-pointer-types"]
             try:
-                _compiled._compile(command, program(cases), binary)
+                build.compile_c(command, program(cases), binary)
             except KbtError as error:
                 told["findings"] += 1
                 print(f"seed {seed}, graph {told['graphs']}: does not compile: {error}")
