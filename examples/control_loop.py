@@ -2,8 +2,8 @@
 
     pip install 'kbt-edge[demo]' && python examples/control_loop.py
 
-The cart-pole stands in for your machine, and the LQR of the changed plant for whoever knows better: an operator, a slow
-planner, a measurement that arrives after the fact. Replace the three marked lines by your own.
+The cart-pole stands for your machine. The LQR of the changed plant stands for your teacher: an operator, a slow
+planner, or a measurement that arrives later. Replace the three marked lines with your own.
 """
 
 import time
@@ -14,19 +14,19 @@ import kbt_edge as kbt
 from kbt_edge.studies import cartpole
 
 RATE = 200.0  # Hz
-TEACH = 2.0  # s during which a teacher corrects every step
+TEACH = 2.0  # s, while a teacher corrects every step
 
-model = kbt.Model.load("cartpole")  # trained for another plant
+model = kbt.Model.load("cartpole")  # trained on another plant
 gain = cartpole.lqr_gain(cartpole.NEW)
 state = np.array([0.5, 0.0, 0.1, 0.0])  # cart (m, m/s), pole (rad, rad/s)
 late = 0
 due = time.perf_counter()
 for step in range(int(10 * RATE)):
-    p = model.predict(state)  # newtons, with p.std of the model and p.total_std of an observation
+    p = model.predict(state)  # newtons; p.std is the model's uncertainty, p.total_std that of an observation
     force = p.mean[0]
     if step < TEACH * RATE:
         target = -gain @ state  # 1. your teacher
-        if p.total_std[0] > 5.0:  # not sure yet: let the teacher act
+        if p.total_std[0] > 5.0:  # too uncertain: let the teacher act
             force = target
         model.observe(target)  # learned before the next step; the trunk does not run again
     if step % RATE == 0:

@@ -35,7 +35,7 @@ PARTS = {
     "network": r"_trunk\.c\.",
     "state": r"_state\.c\.",
     "arena": r"_arena\.cpp\.",
-    "verbs and store": r"\(cartpole\.c\.|\bkbt_store\.c\.",
+    "verbs and store": r"\(cartpole\.c\.|\bstore\.c\.",
     "libraries": r"/lib(m|c|c_nano|g|gcc|g_nano|stdc\+\+|stdc\+\+_nano)\.a\(",
 }
 

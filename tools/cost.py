@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from cabi import CSRC, build_core, compiler, run
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
+from cabi import HEADERS, build_core, compiler, run
 
 X86_64 = platform.machine() in ("x86_64", "AMD64")
 STRUCTURES = {"full": 0, "neuron": 1, "diagonal": 2}
@@ -73,13 +73,13 @@ def build(folder: Path, name: str) -> Path:
     if name == "default" and X86_64:  # a second engine for AVX2, chosen at run time
         core = [
             build_core(cxx, (*BASELINE, "-DKBT_AVX2"), folder / "default.o"),
-            build_core(cxx, (*AVX2, "-DKBT_AVX2"), folder / "avx2.o", "engine_avx2.cpp"),
+            build_core(cxx, (*AVX2, "-DKBT_AVX2"), folder / "avx2.o", "abi/engine_avx2.cpp"),
         ]
     else:
         core = [build_core(cxx, BASELINE, folder / f"{name}.o")]
-    core.append(build_core(cxx, ("-O3",), folder / f"{name}_flight.o", "kbt_flight.cpp"))
+    core.append(build_core(cxx, ("-O3",), folder / f"{name}_flight.o", "abi/recorder.cpp"))
     driver = Path(__file__).with_name("cost.c")
-    run(cc, "-std=c11", "-O2", f"-I{CSRC}", driver, *core, "-lm", "-o", folder / name)
+    run(cc, "-std=c11", "-O2", f"-I{HEADERS}", driver, *core, "-lm", "-o", folder / name)
     return folder / name
 
 

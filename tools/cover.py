@@ -1,4 +1,4 @@
-"""How much of csrc/ and kbt_edge/ the ordinary test run executes: ``python tools/cover.py``.
+"""How much of csrc/ and kbt_edge/ the tests execute, slow ones included: ``python tools/cover.py``.
 
 Makes a virtual environment in build/coverage, installs the package there with clang's source-based instrumentation,
 runs ``pytest`` with coverage.py, and prints lines and branches of csrc/ and lines of kbt_edge/, file by file, then
@@ -32,8 +32,8 @@ Place = tuple[int, int, int, int]  # of a condition: first line and column, last
 FLAGS = f"-fprofile-instr-generate={WORK}/raw/%8m.profraw -fcoverage-mapping"  # eight files at most for each program
 # They look at the symbols of a library or an object, where the instrumentation puts its own.
 LEFT_OUT = (
-    "tests/test_cabi.py::test_the_library_exports_what_the_header_declares_and_nothing_else",
-    "tests/test_codegen.py::test_the_weights_are_constants_and_no_name_can_collide",
+    "tests/core/test_cabi.py::test_the_library_exports_what_the_header_declares_and_nothing_else",
+    "tests/codegen/test_codegen.py::test_the_weights_are_constants_and_no_name_can_collide",
 )
 SETTINGS = f"""[run]
 source_pkgs = kbt_edge
@@ -77,7 +77,7 @@ def run_tests(arguments: list[str]) -> int:
     path = os.pathsep.join([str(WORK / "bin"), str(WORK / "venv/bin"), os.environ["PATH"]])
     python = WORK / "venv/bin/python"
     rc = f"--rcfile={WORK}/settings"
-    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={WORK}/tmp", *arguments]
+    pytest = ["-m", "pytest", "-q", "-n", "0", "-m", "", "-p", "no:cacheprovider", f"--basetemp={WORK}/tmp", *arguments]
     pytest += [f"--deselect={name}" for name in LEFT_OUT]
     # Trunks that this compiler makes are not for anybody else's cache.
     environment = os.environ | {"PATH": path, "XDG_CACHE_HOME": str(WORK / "cache")}
@@ -163,7 +163,7 @@ def report_core(missing: bool) -> None:
         row = (len(counted), len(never), len(sides), len(one_sided))
         totals = [total + value for total, value in zip(totals, row, strict=True)]
         print_row(name, *row)
-        text = (CSRC / name).read_text().splitlines()
+        text = next(CSRC.rglob(name)).read_text().splitlines()
         for number in never if missing else ():
             print(f"    {number:>4} never executed  {text[number - 1].strip()}")
         for (line, first, last_line, last), way in one_sided if missing else ():
@@ -179,7 +179,7 @@ def print_row(name: str, lines: int, missed: int, branches: int, one_sided: int)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Lines and branches that the ordinary test run executes.")
+    parser = argparse.ArgumentParser(description="Lines and branches that the tests execute.")
     parser.add_argument("--report", action="store_true", help="only report on the last run")
     parser.add_argument("--missing", action="store_true", help="also print what was never executed")
     parser.add_argument("pytest", nargs="*", help="arguments of pytest, after --")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fit the one special function of the core and print its coefficient tables for csrc/gaussian.hpp.
+"""Fit the one special function of the core and print its coefficient tables for csrc/kernels/gaussian.hpp.
 
 With G_n(-t) = E[max(0, x - t)^n] for a standard normal x, everything a ReLU needs for t >= 0 follows from the ratio
 rho(t) = G_2(-t) / G_1(-t) without a single subtraction (see gaussian.hpp). rho falls from 1.2533 at 0 towards 2/t, so

@@ -4,7 +4,7 @@
     python tools/fuzz.py --report                # what all runs so far have spent and found
 
 Targets are the files of tests/fuzz: Python ones run under atheris (``pip install -e '.[fuzz]'``), C++ ones are built
-with clang's libFuzzer and the address and undefined-behaviour sanitizers. ``stateful`` is tests/test_stateful.py with
+with clang's libFuzzer and the address and undefined-behaviour sanitizers. ``stateful`` is test_stateful.py with
 random examples instead of the fixed ones of the test run. ``copies`` is abi.cpp as a plain program, with the installed
 library and with a build without vectors: random calls of a head and of a copy made from its bytes, --runs of them for
 each structure and build, must have equal answers. Prints executions, the growth of coverage and findings.
@@ -30,8 +30,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FUZZ = ROOT / "tests" / "fuzz"
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "", "-p", "no:cacheprovider")
 INTERRUPTED = 72  # libFuzzer's answer to somebody who stops it
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests/support"))
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,19 @@ def python_target(source: Path) -> Target:
 
 def cpp_target(source: Path) -> Target:
     def build(work: Path) -> list[str]:
-        from cabi import CSRC, build_sanitized, compiler, eigen, run
+        from cabi import CSRC, INCLUDES, build_sanitized, compiler, eigen, run
 
         clang = compiler("clang++")
         if clang is None:
             raise SystemExit(f"{source.name}: expected clang++ with libFuzzer, found none")
         core, binary = work.parent / "core", work / source.stem
         objects = sorted(core.glob("*.o"))
-        newest = max(path.stat().st_mtime for path in CSRC.iterdir())
+        newest = max(path.stat().st_mtime for path in CSRC.rglob("*.*"))
         if not objects or min(path.stat().st_mtime for path in objects) < newest:
             core.mkdir(exist_ok=True)
             objects = build_sanitized(core, "-fsanitize=fuzzer-no-link,address,undefined", "-fno-sanitize-recover=all")
         options = ("-std=c++17", "-Wall", "-Wextra", "-O1", "-g", "-fsanitize=fuzzer,address,undefined")
-        run(clang, *options, "-isystem", eigen(), f"-I{CSRC}", source, *objects, "-o", binary)
+        run(clang, *options, "-isystem", eigen(), *INCLUDES, source, *objects, "-o", binary)
         return [str(binary)]
 
     return Target(source.stem, build)
@@ -124,7 +125,7 @@ STRUCTURES = ("full", "neuron", "diagonal")
 
 def build_plain(folder: Path) -> list[Path]:
     """abi.cpp as programs without sanitizers: with the installed library, and with a core as a Cortex-M has it."""
-    from cabi import CSRC, build_core, compiler, eigen, installed, run
+    from cabi import INCLUDES, build_core, compiler, eigen, installed, run
 
     cxx = compiler("g++", "clang++", "c++")
     if cxx is None:
@@ -132,10 +133,10 @@ def build_plain(folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     scalar = ("-O1", "-DEIGEN_DONT_VECTORIZE")
     library = installed("lib/libkbt.so")
-    core = [build_core(cxx, scalar, folder / f"{name}.o", f"{name}.cpp") for name in ("kbt", "kbt_mailbox")]
+    core = [build_core(cxx, scalar, folder / f"{name}.o", f"abi/{name}.cpp") for name in ("kbt", "mailbox")]
     programs = {"installed": (library, f"-Wl,-rpath,{library.parent}"), "scalar": (*scalar, *core)}
     for name, parts in programs.items():
-        options = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-DKBT_PLAIN", "-isystem", eigen(), f"-I{CSRC}")
+        options = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-DKBT_PLAIN", "-isystem", eigen(), *INCLUDES)
         run(cxx, *options, FUZZ / "abi.cpp", *parts, "-o", folder / name)
     return [folder / name for name in programs]
 
@@ -170,7 +171,7 @@ def stateful(seconds: int) -> Outcome:
     outcome, end = Outcome(), time.monotonic() + seconds
     while time.monotonic() < end and not outcome.findings:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests" / "test_stateful.py")],
+            [*PYTEST, str(ROOT / "tests/core/test_stateful.py")],
             env={**os.environ, "HYPOTHESIS_PROFILE": "long"},
         )
         _, status, usage = os.wait4(process.pid, 0)

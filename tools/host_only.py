@@ -1,7 +1,7 @@
 """pytest plugin of tools/wheel.py: leaves out what need not be emulated, and says how much, and why.
 
-Tests marked ``host_only`` are always left out. ``--quick`` also leaves out those marked ``long``, and of any other test
-function it runs one configuration: all were proven on the host, and a board that computes the same bits
+Tests marked ``host_only`` are always left out. ``--quick`` also leaves out those marked ``slow`` or ``long``, and of
+any other test function it runs one configuration: all were proven on the host, and a board that computes the same bits
 fails in many or in none. A file marked as a whole is not imported, but named, and its tests are not counted.
 ``--part I/N`` takes the I-th of N shares of the test files, for N processes.
 """
@@ -20,7 +20,9 @@ LEFT_OUT_FILES: dict[str, str] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="leave out long tests and most of many configurations")
+    parser.addoption(
+        "--quick", action="store_true", help="leave out slow and long tests and most of many configurations"
+    )
     parser.addoption("--part", default="1/1", metavar="I/N", help="the I-th of N shares of the test files")
 
 
@@ -29,7 +31,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     part, parts = map(int, config.getoption("--part").split("/"))
     quick = config.getoption("--quick")
-    if shares(collection_path.parent, quick, parts)[collection_path] != part - 1:
+    if shares(config.rootpath / "tests", quick, parts)[collection_path] != part - 1:
         return True
     if quick and (reason := left_out_file(collection_path)):
         LEFT_OUT_FILES[collection_path.name] = reason
@@ -41,7 +43,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def shares(folder: Path, quick: bool, parts: int) -> dict[Path, int]:
     """Files in turn, the heaviest first, each to the share that has least. To compile a trunk weighs most."""
     weights = {}
-    for file in folder.glob("test_*.py"):
+    for file in folder.rglob("test_*.py"):
         text = file.read_text()
         weights[file] = 0 if quick and left_out_file(file) else len(text) * (5 if "BackendError" in text else 1)
     found, load = {}, [0] * parts
@@ -59,7 +61,7 @@ def left_out_file(file: Path) -> str | None:
             for call in ast.walk(node.value):
                 if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.host_only":
                     return str(ast.literal_eval(call.args[0]))
-                if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.long":
+                if isinstance(call, ast.Call) and ast.unparse(call.func) in ("pytest.mark.slow", "pytest.mark.long"):
                     return f"quick: {ast.literal_eval(call.args[0])} (--all runs it)"
     return None
 
@@ -73,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for number, item in enumerate(same):
             if mark := item.get_closest_marker("host_only"):
                 reasons[item] = str(mark.args[0])
-            elif quick and (mark := item.get_closest_marker("long")):
+            elif quick and (mark := item.get_closest_marker("slow") or item.get_closest_marker("long")):
                 reasons[item] = f"quick: {mark.args[0]} (--all runs it)"
             elif quick and number != len(same) // 2:
                 reasons[item] = "quick: another configuration of the same test ran (--all runs them all)"

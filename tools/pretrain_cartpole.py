@@ -1,4 +1,4 @@
-"""Pre-train the cart-pole's DecisionTransformer on the LQR of the old plant (METHOD §7). For maintainers.
+"""Pre-train the cart-pole's DecisionTransformer on the LQR of the old plant (method.md §7). For maintainers.
 
     python tools/pretrain_cartpole.py kbt_edge/studies/cartpole.npz --bundle kbt_edge/bundles/cartpole
 

