@@ -31,11 +31,11 @@ LARGEST_RATIO = 1.02  # of instructions over 1,000 inputs, for the head alone: n
 
 # Part of the policy: the objects in whose names it is found. What is found nowhere belongs to the demo.
 PARTS = {
-    "core": r"\bkbt\.cpp\.",
+    "core": r"libcartpole\.a\((?!cartpole_)\w+\.cpp\.",
     "network": r"_trunk\.c\.",
     "state": r"_state\.c\.",
     "arena": r"_arena\.cpp\.",
-    "verbs and store": r"\(cartpole\.c\.|\bstore\.c\.",
+    "calls and store": r"libcartpole\.a\((cartpole|policy|store)\.c\.",
     "libraries": r"/lib(m|c|c_nano|g|gcc|g_nano|stdc\+\+|stdc\+\+_nano)\.a\(",
 }
 

@@ -19,6 +19,9 @@ _ERRORS: Final[dict[int, type[KbtError]]] = {
     _core.E_NOISE: RangeError,
     _core.E_LABEL: RangeError,
     _core.E_ORDER: RangeError,
+    _core.E_TRUNK_INPUT: NumericsError,
+    _core.E_TRUNK_OUTPUT: NumericsError,
+    _core.E_OWNER: RangeError,
 }
 
 _BLOBS: Final[dict[int, str]] = {

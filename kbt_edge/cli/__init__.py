@@ -60,6 +60,7 @@ EXTRAS: Final = {
     "onnx": "train",
     "onnxscript": "train",
     "emx_onnx_cgen": "codegen",
+    "jinja2": "codegen",
     "joblib": "repro",
 }
 

@@ -24,8 +24,10 @@ import numpy.typing as npt
 
 from kbt_edge import _core
 from kbt_edge._arrays import Array, cast, labels_array, plain_array, shape_error
-from kbt_edge.codegen.generator import build_objects, call, checked_name, compiler, read_manifest
-from kbt_edge.errors import BackendError, BundleError, DtypeError, KbtError, NumericsError, RangeError, ShapeError
+from kbt_edge._status import status_error
+from kbt_edge.codegen import manifest
+from kbt_edge.codegen.toolchain import build_objects, call, find_compiler
+from kbt_edge.errors import BackendError, BundleError, DtypeError, NumericsError, RangeError, ShapeError
 from kbt_edge.head import Prediction, Update
 
 __all__ = ["Flash", "Generated", "load_generated"]
@@ -47,7 +49,7 @@ def _built(folder: Path) -> bytes:
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".c", ".cpp", ".h", ".hpp"))
     digest = hashlib.sha256(b"".join(str(path).encode() + path.read_bytes() for path in files)).hexdigest()
     if digest not in _BUILT:
-        cc, cxx = compiler("CC", "cc", "gcc", "clang"), compiler("CXX", "c++", "g++", "clang++")
+        cc, cxx = find_compiler("CC", "cc", "gcc", "clang"), find_compiler("CXX", "c++", "g++", "clang++")
         with tempfile.TemporaryDirectory(prefix="kbt-generated-") as scratch:
             copy = Path(shutil.copytree(folder, Path(scratch) / "source"))
             objects = build_objects(copy, cc, cxx, ("-fPIC",), ("-O1",))
@@ -75,8 +77,8 @@ class Generated:
     """Generated C behind the verbs of ``Model``. Each object has memory of its own and belongs to one thread."""
 
     def __init__(self, folder: Path) -> None:
-        self._about = about = read_manifest(folder)
-        self._name = checked_name(about["name"])
+        self._about = about = manifest.read(folder)
+        self._name = about["name"]
         cffi: Any = importlib.import_module("cffi")
         self._ffi = ffi = cffi.FFI()
         ffi.cdef(_declarations(about))
@@ -183,8 +185,7 @@ class Generated:
 
     def _must(self, status: int) -> None:
         if status != 0:
-            kinds: dict[int, type[KbtError]] = {6: ShapeError, 7: NumericsError, 8: NumericsError}
-            raise kinds.get(status, RangeError)(_core.status_str(status), status)
+            raise status_error(status)
 
     def _make_store(self) -> Any:
         ffi, flash = self._ffi, self.flash

@@ -57,7 +57,7 @@ def policy(compiled: Generated) -> Generated:
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes are measured once, for ``folder``: that takes as long as all the rest."""
-    monkeypatch.setattr(codegen, "_measured", lambda name, folder: None)
+    monkeypatch.setattr(toolchain, "measure", lambda folder: None)
 
 
 def same(one: kbt.Prediction, other: kbt.Prediction) -> bool:
