@@ -2,9 +2,19 @@
 
 #include "kbt_policy.h"
 
+/* Whether the head computes in double, which firmware for a float32 head leaves out. */
+static int is_double(const kbt_policy *p) {
+#ifdef KBT_NO_FLOAT64
+  (void)p;
+  return 0;
+#else
+  return p->is_double;
+#endif
+}
+
 /* Number i of an array in the head's dtype. Read with memcpy, as it may lie in memory that is declared as doubles. */
 static double head_value(const kbt_policy *p, const void *from, size_t i) {
-  if (p->is_double) {
+  if (is_double(p)) {
     double value;
     memcpy(&value, (const char *)from + i * sizeof value, sizeof value);
     return value;
@@ -16,28 +26,20 @@ static double head_value(const kbt_policy *p, const void *from, size_t i) {
 
 static void set_head_value(const kbt_policy *p, void *to, size_t i, double value) {
   const float narrow = (float)value;
-  if (p->is_double) {
+  if (is_double(p)) {
     memcpy((char *)to + i * sizeof value, &value, sizeof value);
   } else {
     memcpy((char *)to + i * sizeof narrow, &narrow, sizeof narrow);
   }
 }
 
-/* n x n numbers that the head wrote to the start of `matrix`, to doubles in physical units. From the last to the first,
- * so that none is overwritten before it is read. */
-static void scale_matrix(const kbt_policy *p, double *matrix, size_t n) {
+/* Variances (count = n) or a matrix (count = n * n) that the head wrote to the start of `numbers`, to doubles in
+ * physical units. From the last to the first, so that none is overwritten before it is read. */
+static void scale_squares(const kbt_policy *p, double *numbers, size_t count, size_t n) {
   const size_t outputs = (size_t)p->outputs;
-  for (size_t i = n; i-- > 0;) {
-    for (size_t k = n; k-- > 0;) {
-      matrix[i * n + k] = p->scale[i % outputs] * p->scale[k % outputs] * head_value(p, matrix, i * n + k);
-    }
-  }
-}
-
-static void scale_variances(const kbt_policy *p, double *variances, size_t n) {
-  for (size_t i = n; i-- > 0;) {
-    const double scale = p->scale[i % (size_t)p->outputs];
-    variances[i] = scale * scale * head_value(p, variances, i);
+  for (size_t i = count; i-- > 0;) {
+    const size_t row = count == n ? i : i / n, column = i % n;
+    numbers[i] = p->scale[row % outputs] * p->scale[column % outputs] * head_value(p, numbers, i);
   }
 }
 
@@ -46,7 +48,7 @@ static size_t count_of(const kbt_policy *p) {
 }
 
 static const void *rows_of(const kbt_policy *p) {
-  if (!p->is_double) return p->h;
+  if (!is_double(p)) return p->h;
   for (size_t i = 0; i < (size_t)p->rows * (size_t)p->d; ++i) p->wide_h[i] = (double)p->h[i];
   return p->wide_h;
 }
@@ -101,8 +103,8 @@ kbt_status kbt_policy_predict_rows(kbt_policy *p, double *mean, double *cov, dou
     const size_t k = i % (size_t)p->outputs;
     mean[i] = p->offset[k] + p->scale[k] * head_value(p, p->u, i);
   }
-  if (total_var != NULL) scale_variances(p, total_var, n);
-  if (cov != NULL) scale_matrix(p, cov, n);
+  if (total_var != NULL) scale_squares(p, total_var, n, n);
+  if (cov != NULL) scale_squares(p, cov, n * n, n);
   return KBT_OK;
 }
 
@@ -183,10 +185,6 @@ kbt_status kbt_policy_update_rows_labels(kbt_policy *p, const int32_t *labels, c
 kbt_status kbt_policy_get_noise(const kbt_policy *p, double *noise, int32_t *count) {
   const kbt_status status = kbt_get_noise(p->head, noise, count);
   if (status != KBT_OK) return status;
-  if (*count > p->outputs) {
-    scale_matrix(p, noise, (size_t)p->outputs);
-  } else {
-    scale_variances(p, noise, (size_t)p->outputs);
-  }
+  scale_squares(p, noise, (size_t)*count, (size_t)p->outputs);
   return KBT_OK;
 }

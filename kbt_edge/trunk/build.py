@@ -45,7 +45,7 @@ from kbt_edge.trunk.source import CArray, check_operators, generator_version, tr
 
 __all__ = ["compile_c", "find_compiler", "library", "try_out"]
 
-RECIPE: Final = 2  # part of every cache key: raise it when this file changes what it builds from the same model
+RECIPE: Final = 3  # part of every cache key: raise it when this file changes what it builds from the same model
 
 # -O3 without -march=native, -ffast-math or contraction: sums keep the order of the source, products are rounded before
 # they are added, and the library means the same on every machine of this architecture (up to its libm's expf and
