@@ -1,10 +1,10 @@
-"""Software in the loop: C that ``kbt-edge codegen`` wrote, compiled for this computer, behind the verbs of ``Model``.
+"""Software in the loop: C that ``kbt-edge codegen`` wrote, compiled for this computer, with the methods of ``Model``.
 
     policy = load_generated("cartpole_c")
     p = policy.predict(x)
     policy.observe(y)
 
-What it answers is what the firmware will answer: the same sources, the same operations, the same bits.
+It runs the sources of the firmware, with the same operations in the same order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kbt_edge._arrays import Array, cast, labels_array, plain_array, shape_error
 from kbt_edge._status import status_error
 from kbt_edge.codegen import manifest
 from kbt_edge.codegen.toolchain import build_objects, call, find_compiler
-from kbt_edge.errors import BackendError, BundleError, DtypeError, NumericsError, RangeError, ShapeError
+from kbt_edge.errors import BackendError, BundleError, DtypeError, RangeError, ShapeError
 from kbt_edge.head import Prediction, Update
 
 __all__ = ["Flash", "Generated", "load_generated"]
@@ -74,7 +74,7 @@ class Flash:
 
 
 class Generated:
-    """Generated C behind the verbs of ``Model``. Each object has memory of its own and belongs to one thread."""
+    """Generated C with the methods of ``Model``. Each object has its own memory and belongs to one thread."""
 
     def __init__(self, folder: Path) -> None:
         self._about = about = manifest.read(folder)
@@ -83,7 +83,7 @@ class Generated:
         self._ffi = ffi = cffi.FFI()
         ffi.cdef(_declarations(about))
         with tempfile.TemporaryDirectory(prefix="kbt-generated-") as scratch:
-            library = Path(scratch) / "policy.so"  # a file of its own, as one that is loaded twice has its memory once
+            library = Path(scratch) / "policy.so"  # its own file: a file loaded twice would share its memory
             library.write_bytes(_built(folder))
             try:
                 self._library: Any = ffi.dlopen(str(library))
@@ -91,7 +91,7 @@ class Generated:
                 raise BackendError(f"{folder}: the compiled policy cannot be loaded: {error}") from error
         self._rows, self._outputs = int(about["rows"]), int(about["outputs"])
         self._shape = (self._outputs,) if self._rows == 1 else (self._rows, self._outputs)
-        self._calls = 0  # of whatever may replace the latest prediction
+        self._calls = 0  # calls that may replace the latest prediction
         self._must(self._function("init")())
         self._head = self._function("head")()
         self.flash = Flash(int(about["slot_bytes"]))
@@ -117,7 +117,7 @@ class Generated:
             raise RangeError(
                 "observe: the policy was used while y was being converted to an array, so the latest prediction is "
                 "another one now; pass a NumPy array",
-                11,
+                _core.E_ORDER,
             )
         result = self._ffi.new("kbt_result *")
         labels = () if self._rows == 1 else (self._rows,)
@@ -129,9 +129,9 @@ class Generated:
                 raise shape_error("y", str(self._shape) + " or a number" * (self._shape == (1,)), target)
         self._calls += 1
         status = self._function(verb)(self._pointer(target), result)
-        if status != _GATED:
+        if status != _core.GATED:
             self._must(status)
-        return Update("gated" if status == _GATED else "ok", result.nis, result.log_likelihood)
+        return Update("gated" if status == _core.GATED else "ok", result.nis, result.log_likelihood)
 
     def update(self, x: npt.ArrayLike | tuple[npt.ArrayLike, ...], y: npt.ArrayLike) -> Update:
         """``predict`` and ``observe``; several inputs as a tuple."""
@@ -159,7 +159,7 @@ class Generated:
         self._stored(self._function("save")(self._store))
 
     def load(self) -> None:
-        """The newest complete state in the simulated flash."""
+        """The newest complete state from the simulated flash."""
         self._calls += 1
         self._stored(self._function("load")(self._store))
 
@@ -184,7 +184,7 @@ class Generated:
         return self._ffi.cast(kinds[array.dtype.str[1:]], array.ctypes.data)
 
     def _must(self, status: int) -> None:
-        if status != 0:
+        if status != _core.OK:
             raise status_error(status)
 
     def _make_store(self) -> Any:
@@ -208,7 +208,6 @@ class Generated:
             raise BundleError(f"flash: {_STORE_WORDS.get(status, 'unknown status')}", status)
 
 
-_GATED: Final = 1
 _STORE_WORDS: Final = {
     1: "neither slot holds a complete record",
     2: "the newest record is of another configuration",
@@ -218,7 +217,7 @@ _STORE_WORDS: Final = {
 
 
 def _declarations(about: Mapping[str, Any]) -> str:
-    """What of NAME.h and the core ``Generated`` calls."""
+    """The functions of NAME.h and of the core that ``Generated`` calls."""
     name = about["name"]
     inputs = ", ".join("const int64_t *" if spec["dtype"] == "int64" else "const double *" for spec in about["inputs"])
     labels = f"int {name}_observe_labels(const int32_t *, kbt_result *);" if about["output"] == "softmax" else ""

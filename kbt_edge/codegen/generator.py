@@ -87,9 +87,7 @@ def _described(name: str, model: Model) -> dict[str, Any]:
         "name": name,
         "trunk_sha256": model.trunk.sha256,
         "made": model.made,
-        "inputs": [
-            {"name": spec.name, "shape": list(spec.shape), "dtype": spec.dtype} for spec in model.trunk.inputs
-        ],
+        "inputs": [{"name": spec.name, "shape": list(spec.shape), "dtype": spec.dtype} for spec in model.trunk.inputs],
         "rows": model.trunk.rows,
         "outputs": model.head.d_o,
         "output": config["output"],

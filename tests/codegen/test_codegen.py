@@ -124,9 +124,7 @@ def test_a_float64_head_with_two_outputs_and_an_offset_is_the_models(tmp_path: P
         x, y = rng.normal(size=4) * [16, 12, 0.6, 1], rng.normal(size=2) * [20, 0.3]
         assert same(model.predict(x), policy.predict(x))
         update = model.observe(y)
-        learned = policy.observe(y)
-        assert (update.status, update.nis) == (learned.status, learned.nis)
-        assert learned.log_likelihood == pytest.approx(update.log_likelihood, rel=1e-12)
+        assert policy.observe(y) == update
         statuses.add(update.status)
     assert policy.to_bytes() == model.head.to_bytes()
     assert "ok" in statuses
@@ -278,18 +276,12 @@ def test_a_power_cut_at_every_byte_leaves_the_old_state_or_the_new_one(
 
 def test_the_core_is_the_packages_own_to_the_byte(folder: Path) -> None:
     packed = {path.name: path.read_bytes() for path in (folder / "kbt").iterdir()}
-    assert {
-        "kbt.cpp",
-        "kbt.h",
-        "head.hpp",
-        "store.c",
-        "recorder.cpp",
-        "kbt_flight.h",
-        "KbtEigen.cmake",
-    } <= packed.keys()
-    assert "bindings.cpp" not in packed
+    headers = {"kbt.h", "kbt_flight.h", "kbt_policy.h", "kbt_store.h", "head.hpp"}
+    sources = {"kbt.cpp", "policy.c", "store.c", "recorder.cpp", "replay.cpp"}
+    assert headers | sources | {"KbtEigen.cmake"} <= packed.keys()
+    folders = [CSRC.parent / "cmake", *(CSRC / part for part in ("include", "core", "kernels", "abi"))]
     for name, content in packed.items():
-        (source,) = [*CSRC.glob(f"*/{name}"), *CSRC.parent.glob(f"cmake/{name}")]
+        (source,) = [path / name for path in folders if (path / name).exists()]
         assert content == source.read_bytes()
 
 
@@ -304,8 +296,7 @@ def test_the_readme_says_how_it_was_made_what_it_takes_and_how_to_call_it(folder
     text = (folder / "README.md").read_text()
     assert Model.load("cartpole").trunk.sha256 in text
     assert "cartpole_predict(x, mean, NULL, total_var)" in text
-    assert "24,344" in text or "24344" in text
-    assert "@" not in text.replace("@name", "")
+    assert "24,344" in text
 
 
 def test_the_weights_are_constants_and_no_name_can_collide(folder: Path) -> None:
@@ -314,6 +305,13 @@ def test_the_weights_are_constants_and_no_name_can_collide(folder: Path) -> None
     symbols = [line.split() for line in run("nm", objects).splitlines()]
     assert [name for *_, kind, name in symbols if kind.isupper() and kind != "U"] == ["cartpole_trunk_run"]
     assert not [name for *_, kind, name in symbols if kind in "bBdDC"]  # nothing of it is in RAM
+
+
+def test_an_array_that_is_only_reshaped_is_not_copied(folder: Path) -> None:
+    """The trunk has 18 Reshape nodes; their outputs are pointers."""
+    text = (folder / "cartpole_trunk.c").read_text()
+    assert len(re.findall(r"^ +float \(\*const tmp\w+\)", text, flags=re.M)) > 20
+    assert "_reshape(" not in text
 
 
 BAD_NAMES = [
