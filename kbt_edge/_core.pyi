@@ -5,7 +5,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kbt_edge.errors import KbtError
-from kbt_edge.head import Prediction, Update
+from kbt_edge.results import Prediction, Update, Verdict
+from kbt_edge.settings import Covariance, Dtype, Noise, Output, Rule
 
 ABI_VERSION: int
 MAX_LAYERS: int
@@ -34,12 +35,14 @@ E_TRUNK_INPUT: int
 E_TRUNK_OUTPUT: int
 E_OWNER: int
 
-# Names of the choices in Config: the number there is the index here.
-DTYPES: tuple[str, ...]
-OUTPUTS: tuple[str, ...]
-COVARIANCES: tuple[str, ...]
-RULES: tuple[str, ...]
-NOISES: tuple[str, ...]
+# Names of choices in Config, of kinds of records and of verdicts, each at the index of its number in C.
+DTYPES: tuple[Dtype, ...]
+OUTPUTS: tuple[Output, ...]
+COVARIANCES: tuple[Covariance, ...]
+RULES: tuple[Rule, ...]
+NOISES: tuple[Noise, ...]
+FLIGHT_KINDS: tuple[str, ...]
+VERDICTS: tuple[Verdict, ...]
 
 COMPILER: str  # that built the core, with its version
 HAS_COUNTER: bool  # whether a process can read the processor's counter
@@ -158,8 +161,6 @@ class Recorder:
     @property
     def wait(self) -> Callable[[], None]: ...
     @property
-    def early(self) -> Callable[[], bool]: ...
-    @property
     def room(self) -> int: ...
     @property
     def stamps(self) -> npt.NDArray[np.uint64]: ...
@@ -173,4 +174,4 @@ class Loop:
     def __init__(self, core: Core, rows: int, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> None: ...
     def stages(self, first: int, steps: int, trunk_repeat: int, head_repeat: int, recorder: Recorder) -> int: ...
     def steps(self, first: int, batches: int, batch: int, recorder: Recorder) -> int: ...
-    def paced(self, first: int, steps: int, recorder: Recorder, twin: Loop | None) -> int: ...
+    def paced(self, first: int, steps: int, recorder: Recorder) -> int: ...

@@ -14,7 +14,7 @@ from kbt_edge._status import blob_error, status_error
 from kbt_edge.errors import NumericsError, RangeError, ShapeError
 from kbt_edge.settings import DTYPES, NOISES, OUTPUTS, noise_array
 
-__all__ = ["raise_refusal", "rows_of_h", "sample_noise", "targets"]
+__all__ = ["must_be_latest", "raise_refusal", "rows_of_h", "sample_noise", "targets"]
 
 
 def rows_of_h(h: Array, config: _core.Config) -> Array:
@@ -48,6 +48,16 @@ def sample_noise(name: str, value: npt.ArrayLike, config: _core.Config) -> Array
     if NOISES[config.noise] == "multinomial":
         raise RangeError(f"{name}: expected None, as noise='multinomial' has no variance, got {value!r}")
     return noise_array(name, value, config)
+
+
+def must_be_latest(ticket: int, core: _core.Core) -> None:
+    """Converting an argument can run any code, and with it this head."""
+    if core.ticket != ticket:
+        raise RangeError(
+            "observe: the head was used while y or noise_var was being converted to an array, so the latest "
+            "prediction is another one now; pass NumPy arrays",
+            _core.E_ORDER,
+        )
 
 
 def raise_refusal(status: int, arguments: Mapping[str, object], config: _core.Config) -> NoReturn:

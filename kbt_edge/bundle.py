@@ -50,7 +50,7 @@ MAX_MAGNITUDE: Final = 1e30
 MAX_TEXT: Final = 1000
 
 PREFIX: Final = "kbt_edge:"  # of the names of shipped bundles
-_SHIPPED = Path(__file__).parent / "bundles"
+SHIPPED = Path(__file__).parent / "bundles"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def find(name_or_path: str | os.PathLike[str]) -> Path:
         name = name_or_path.removeprefix(PREFIX)
         if name not in _shipped():
             raise BundleError(f"{name_or_path}: expected a bundle of the package ({', '.join(_shipped()) or 'none'})")
-        return _SHIPPED / name
+        return SHIPPED / name
     if not isinstance(name_or_path, str) or path.name != name_or_path:
         return path
     local, shipped = (path / JSON).exists(), name_or_path in _shipped()
@@ -103,7 +103,7 @@ def find(name_or_path: str | os.PathLike[str]) -> Path:
             f'write "./{path}" for the one in this folder or "{PREFIX}{path}" for the one of the package'
         )
     if shipped:
-        return _SHIPPED / path
+        return SHIPPED / path
     if not path.exists():
         names = ", ".join(_shipped()) or "none"
         raise BundleError(f"{path}: expected a folder, or a bundle of the package ({names}); there is neither")
@@ -111,11 +111,11 @@ def find(name_or_path: str | os.PathLike[str]) -> Path:
 
 
 def _shipped() -> list[str]:
-    return sorted(entry.parent.name for entry in _SHIPPED.glob(f"*/{JSON}"))
+    return sorted(entry.parent.name for entry in SHIPPED.glob(f"*/{JSON}"))
 
 
 def is_shipped(folder: Path) -> bool:
-    return folder.parent == _SHIPPED
+    return folder.parent == SHIPPED
 
 
 def read(folder: str | os.PathLike[str]) -> Bundle:

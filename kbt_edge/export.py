@@ -25,7 +25,8 @@ import numpy.typing as npt
 from kbt_edge._arrays import Array
 from kbt_edge.errors import BundleError, KbtError, NumericsError, RangeError, ShapeError
 from kbt_edge.head import Head
-from kbt_edge.model import Model, Scaling, per_output, scaled_noise
+from kbt_edge.model import Model
+from kbt_edge.scaling import Scaling, per_output, scaled_noise
 from kbt_edge.trunk import BackendError, TensorSpec, Trunk
 
 if TYPE_CHECKING:

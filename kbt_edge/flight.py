@@ -31,7 +31,7 @@ __all__ = ["KINDS", "Difference", "FlightLog", "Replay"]
 
 MAX_BYTES: Final = 1 << 30
 MAX_ARENA_BYTES: Final = 1 << 30  # of the head that a log asks for: a short file can name a huge one
-KINDS: Final = ("update", "update_labels", "observe", "observe_labels", "set_noise")
+KINDS: Final = _core.FLIGHT_KINDS
 
 
 class Difference(NamedTuple):
@@ -120,7 +120,7 @@ class FlightLog:
         if needed > MAX_ARENA_BYTES:
             raise BundleError(f"log: its head needs {needed} bytes, more than the limit of {MAX_ARENA_BYTES}")
         head = Head.from_bytes(self._base)
-        found = head._core.replay(self._data)
+        found = head.core.replay(self._data)
         if isinstance(found, int):
             raise blob_error("log", "flight log", found)
         steps, first, state_hash, reproduced = found
@@ -131,7 +131,8 @@ class FlightLog:
             now = f"{_status(status)}, {samples} samples, NIS {nis_now.hex()}"
             difference = Difference(first, KINDS[kind], then, now)
         statuses = Counter(_status(step[2]) for step in steps)
-        nis = np.array([step[6] for step in steps if step[0] < 4 and step[2] in (0, 1)])
+        learned = (step for step in steps if KINDS[step[0]] != "set_noise" and step[2] in (_core.OK, _core.GATED))
+        nis = np.array([step[6] for step in learned])
         return Replay(reproduced, difference, f"{state_hash:016x}", dict(statuses), nis, head)
 
 

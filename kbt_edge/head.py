@@ -12,10 +12,10 @@ import numpy.typing as npt
 from kbt_edge import _core
 from kbt_edge._arrays import Array, plain_array, real_array, shape_error
 from kbt_edge._files import read_bounded, write_atomic
-from kbt_edge._samples import raise_refusal, rows_of_h, sample_noise, targets
+from kbt_edge._samples import must_be_latest, raise_refusal, rows_of_h, sample_noise, targets
 from kbt_edge._status import blob_error
 from kbt_edge.errors import BundleError, DtypeError, KbtError, RangeError, ShapeError
-from kbt_edge.results import VERDICTS, Counters, Health, Layer, Prediction, Update
+from kbt_edge.results import Counters, Health, Layer, Prediction, Update
 from kbt_edge.settings import (
     COVARIANCES,
     DEFAULTS,
@@ -32,6 +32,7 @@ from kbt_edge.settings import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from kbt_edge._core import Core
     from kbt_edge.reader import Reader
 
 __all__ = ["Counters", "Head", "Health", "Layer", "Prediction", "Update"]
@@ -73,7 +74,7 @@ class Head:
 
     __slots__ = ("_core",)
 
-    _core: _core.Core
+    _core: Core
 
     def __init__(
         self,
@@ -163,18 +164,23 @@ class Head:
             y = plain_array("y", y)
             noise_var = None if noise_var is None else plain_array("noise_var", noise_var)
             if h is None:
-                self._must_be_latest(ticket)
+                must_be_latest(ticket, self._core)
                 rows, lead = None, () if self._core.one_row else (self._core.predicted_rows,)
             else:
                 rows = rows_of_h(h, self._core.config)
                 lead = rows.shape[:-1]
-            noise = None if noise_var is None else self._noise("noise_var", noise_var)
-            result = self._core.learn(rows, self._targets(y, lead), noise)
+            noise = None if noise_var is None else sample_noise("noise_var", noise_var, self._core.config)
+            result = self._core.learn(rows, targets(y, lead, self._core.config), noise)
             if isinstance(result, Update):
                 return result
         self._refused(result, {"h": h, "y": y, "noise_var": noise_var})
 
     # ---- what it knows -----------------------------------------------------------------------------------------------
+
+    @property
+    def core(self) -> Core:
+        """The compiled head, for the other modules of this package."""
+        return self._core
 
     @property
     def d(self) -> int:
@@ -213,7 +219,7 @@ class Head:
     def health(self) -> Health:
         """Whether the errors are as large as the head says: a running average of its NIS, its band, and a verdict."""
         found = self._core.health()
-        return Health(VERDICTS[found[0]], *found[1:], self.counters)
+        return Health(_core.VERDICTS[found[0]], *found[1:], self.counters)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -297,7 +303,7 @@ class Head:
         except MemoryError:
             recorded = False
         if not recorded:
-            raise RangeError(f"samples: no memory to record {count} samples", Status.E_SIZE)
+            raise RangeError(f"samples: no memory to record {count} samples", _core.E_SIZE)
 
     def stop_recording(self) -> None:
         """Stop recording and free its memory."""
@@ -331,24 +337,9 @@ class Head:
         if NOISES[config.noise] != "multinomial":
             self._must(self._core.set_noise(noise))
 
-    def _targets(self, y: Array, lead: tuple[int, ...]) -> Array:
-        return targets(y, lead, self._core.config)
-
-    def _noise(self, name: str, value: npt.ArrayLike) -> Array:
-        return sample_noise(name, value, self._core.config)
-
     def _must(self, status: int) -> None:
         if status:
             self._refused(status)
-
-    def _must_be_latest(self, ticket: int) -> None:
-        """Converting an argument can run any code, and with it this head."""
-        if self._core.ticket != ticket:
-            raise RangeError(
-                "observe: the head was used while y or noise_var was being converted to an array, so the latest "
-                "prediction is another one now; pass NumPy arrays",
-                _core.E_ORDER,
-            )
 
     def _refused(self, result: object, arguments: Mapping[str, object] | None = None) -> NoReturn:
         """Raise the error for a status that the core returned."""

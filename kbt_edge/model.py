@@ -1,18 +1,16 @@
-"""The model: a frozen trunk in front of a learning head, spoken to in physical units.
+"""The model: a frozen trunk in front of a learning head, in physical units.
 
     model = Model.load("cartpole")
     p = model.predict(x)        # runs the trunk once
     model.observe(y)            # learns the target of that prediction, without running it again
     model.save("cartpole")
 
-The scaling between physical units and those of the network is part of the model. The trunk gets (x - mean) / scale, and
-the head's output u means y = offset + scale · u. The arithmetic is that of kbt_policy.h, in float64, which generated C
-uses as well; this module checks arguments and explains refusals.
+The scaling between physical units and those of the network is part of the model. Its arithmetic is kbt_policy.h, which
+generated C uses as well. This module checks arguments and explains errors.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,18 +22,19 @@ import numpy.typing as npt
 
 from kbt_edge import _core
 from kbt_edge import bundle as bundles
-from kbt_edge._arrays import Array, cast, check_finite, check_real, plain_array, real_array, shape_error
+from kbt_edge._arrays import Array, cast, check_finite, check_real, plain_array, shape_error
 from kbt_edge._files import read_bounded
-from kbt_edge.bundle import Bundle, BundleInput
+from kbt_edge._samples import must_be_latest, raise_refusal, sample_noise, targets
+from kbt_edge.bundle import Bundle
 from kbt_edge.errors import BundleError, NumericsError, RangeError, ShapeError
 from kbt_edge.head import Head, Prediction, Update
 from kbt_edge.onnxfile import MAX_BYTES as MAX_TRUNK_BYTES
-from kbt_edge.trunk import TensorSpec, Trunk
+from kbt_edge.scaling import Scaling, check_scaled, log_scale_of, numbers, per_output, scaled_inputs, scaled_noise
+from kbt_edge.trunk import Backend, Trunk
 
 __all__ = ["Model"]
 
 Inputs = npt.ArrayLike | Sequence[npt.ArrayLike] | Mapping[str, npt.ArrayLike]
-Scaling = npt.ArrayLike | Mapping[str, npt.ArrayLike]
 
 
 class Model:
@@ -64,7 +63,7 @@ class Model:
         output_offset: npt.ArrayLike = 0.0,
         output_scale: npt.ArrayLike = 1.0,
         made: Mapping[str, str] | None = None,
-        backend: str = "auto",
+        backend: Backend = "auto",
         providers: Sequence[Any] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -94,14 +93,12 @@ class Model:
                 f"head: expected max_rows >= {trunk.rows}, the number of the trunk's rows, got max_rows = {most}; "
                 f"make it with max_rows={trunk.rows}"
             )
-        means = _by_input("input_mean", input_mean, trunk.inputs, 0.0)
-        scales = _by_input("input_scale", input_scale, trunk.inputs, 1.0)
         self._file, self._how, self._trunk, self._head, self._made = file, how, trunk, head, dict(made)
-        self._inputs = [_Input(spec, means[spec.name], scales[spec.name]) for spec in trunk.inputs]
+        self._inputs = scaled_inputs(trunk.inputs, input_mean, input_scale)
         self._gaussian = head.config["output"] == "gaussian"
         self._lead = () if trunk.rows == 1 else (trunk.rows,)
-        self._offset = _numbers("output_offset", output_offset, head.d_o, -bundles.MAX_MAGNITUDE)
-        self._scale = _numbers("output_scale", output_scale, head.d_o, 1 / bundles.MAX_MAGNITUDE)
+        self._offset = numbers("output_offset", output_offset, head.d_o, -bundles.MAX_MAGNITUDE)
+        self._scale = numbers("output_scale", output_scale, head.d_o, 1 / bundles.MAX_MAGNITUDE)
         if not self._gaussian and (self._offset.any() or (self._scale != 1).any()):
             raise RangeError("output_offset, output_scale: a softmax head gives probabilities, which are not scaled")
         self._folder: Path | None = None
@@ -117,7 +114,7 @@ class Model:
         offset, scale = (np.broadcast_to(values, (self._head.d_o,)).tolist() for values in (self._offset, self._scale))
         inputs = [entry.for_policy() for entry in self._inputs]
         log_scale = log_scale_of(scale, self._trunk.rows)
-        return _core.Policy(self._head._core, address, inputs, self._h, offset, scale, log_scale)
+        return _core.Policy(self._head.core, address, inputs, self._h, offset, scale, log_scale)
 
     # ---- the verbs ---------------------------------------------------------------------------------------------------
 
@@ -152,9 +149,9 @@ class Model:
                 return result
             if result is not None:
                 self._refused(result, y=y)
-        ticket = self._head._core.ticket
+        ticket = self._head.core.ticket
         target, noise = plain_array("y", y), None if noise_var is None else plain_array("noise_var", noise_var)
-        self._head._must_be_latest(ticket)
+        must_be_latest(ticket, self._head.core)
         return self._learn(None, target, noise)
 
     def update(self, x: Inputs, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
@@ -189,15 +186,15 @@ class Model:
                 if entry.is_real:
                     check_finite(entry.name, value, value)
                     self._scale_input(i, value)
-                    _check_scaled(entry.name, value, entry.buffer)
+                    check_scaled(entry.name, value, entry.buffer)
             if "y" in given:
                 check_finite("y", given["y"], given["y"])
                 if self._gaussian:
-                    _check_scaled("y", given["y"], self.to_head_units(given["y"]))
+                    check_scaled("y", given["y"], self.to_head_units(given["y"]))
         if result in (_core.E_TRUNK_INPUT, _core.E_TRUNK_OUTPUT):
             sizes = ", ".join(f"|{name}| up to {np.abs(value).max():.3g}" for name, value in given.items())
             raise NumericsError(f"trunk: expected an input for which its output is finite, got {sizes}")
-        self._head._refused(result, given)
+        raise_refusal(result if isinstance(result, int) else 0, given, self._head.core.config)
 
     # ---- the units of the head ---------------------------------------------------------------------------------------
 
@@ -211,7 +208,7 @@ class Model:
         """What the head learns of ``y``: (y - output_offset) / output_scale, or the labels of a softmax. A copy."""
         given = plain_array("y", y)
         if not self._gaussian:
-            return np.array(self._head._targets(given, self._lead))
+            return np.array(targets(given, self._lead, self._head.core.config))
         return self._policy.to_head_units(self._target(given))
 
     # ---- what it is --------------------------------------------------------------------------------------------------
@@ -224,6 +221,11 @@ class Model:
     def head(self) -> Head:
         """The head itself, in its own units: u = (y - output_offset) / output_scale."""
         return self._head
+
+    @property
+    def policy(self) -> _core.Policy:
+        """The compiled model, for the other modules of this package."""
+        return self._policy
 
     @property
     def noise_var(self) -> Array:
@@ -267,7 +269,7 @@ class Model:
         cls,
         name_or_path: str | os.PathLike[str],
         *,
-        backend: str = "auto",
+        backend: Backend = "auto",
         providers: Sequence[Any] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> Model:
@@ -361,7 +363,7 @@ class Model:
     def _target(self, y: Array) -> Array:
         """``y`` as the core takes it, still in physical units: float64, or int32 labels."""
         if not self._gaussian:
-            target = self._head._targets(y, self._lead)
+            target = targets(y, self._lead, self._head.core.config)
             return target if target.dtype == np.int32 else target.astype(np.float64)
         check_real("y", y)
         expected = (*self._lead, self._head.d_o)
@@ -374,17 +376,15 @@ class Model:
         """``noise_var`` as the core takes it, checked as what the head will get."""
         if noise_var is None:
             return None
-        noise = cast("noise_var", scaled_noise(noise_var, self._scale_of_outputs()), self._head.config["dtype"])
+        scaled = scaled_noise(noise_var, per_output(self._scale, self._head.d_o))
+        noise = cast("noise_var", scaled, self._head.config["dtype"])
         if not np.isfinite(noise).all():
             raise NumericsError(
                 f"noise_var: expected variances that fit into {noise.dtype.name} when divided by output_scale², "
                 f"got up to {np.max(noise_var):.3g}"
             )
-        self._head._noise("noise_var", noise)
+        sample_noise("noise_var", noise, self._head.core.config)
         return cast("noise_var", noise_var, np.float64)
-
-    def _scale_of_outputs(self) -> Array:
-        return np.broadcast_to(self._scale, (self._head.d_o,))
 
     def _unpacked(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
         """One value per input, from several arguments, a tuple or a dict."""
@@ -402,30 +402,6 @@ class Model:
         return x
 
 
-class _Input:
-    """One input of the trunk: its scaling, and the buffer for the scaled numbers. Token ids are not scaled."""
-
-    def __init__(self, spec: TensorSpec, mean: npt.ArrayLike, scale: npt.ArrayLike) -> None:
-        self.spec, self.name, self.is_real = spec, f"input {spec.name!r}", spec.dtype == "float32"
-        self.mean: Array = _numbers(f"input_mean of {spec.name!r}", mean, spec.shape[-1], -bundles.MAX_MAGNITUDE)
-        self.scale: Array = _numbers(f"input_scale of {spec.name!r}", scale, spec.shape[-1], 1 / bundles.MAX_MAGNITUDE)
-        self.buffer: Array = np.zeros(spec.shape, np.float32)
-        ones = next((axis for axis, length in enumerate(spec.shape) if length != 1), len(spec.shape) - 1)
-        self.shapes = {spec.shape[axis:] for axis in range(ones + 1)}  # leading axes of length 1 may be left out
-
-    def for_policy(self) -> tuple[Array | None, list[float], list[float]]:
-        if not self.is_real:
-            return None, [], []
-        mean, scale = (np.broadcast_to(values, self.spec.shape[-1:]).tolist() for values in (self.mean, self.scale))
-        return self.buffer, mean, scale
-
-    def described(self) -> BundleInput:
-        spec = self.spec
-        if not self.is_real:
-            return BundleInput(spec.name, spec.shape, spec.dtype)
-        return BundleInput(spec.name, spec.shape, spec.dtype, tuple(self.mean.tolist()), tuple(self.scale.tolist()))
-
-
 def _again(
     cls: type[Model],
     file: bytes,
@@ -438,61 +414,6 @@ def _again(
     model = cls.__new__(cls)
     model._assemble(file, how, Head.from_bytes(head[0], max_memory=head[1]), *scaling, made)
     return model
-
-
-def per_output(scale: npt.ArrayLike, outputs: int) -> Array:
-    """``output_scale`` as one number for each output."""
-    return np.broadcast_to(_numbers("output_scale", scale, outputs, 1 / bundles.MAX_MAGNITUDE), (outputs,))
-
-
-def scaled_noise(noise_var: npt.ArrayLike, scales: Array) -> Array:
-    """A variance, variances or covariance matrix of y as those of u, for one scale per output."""
-    array = real_array("noise_var", noise_var, np.float64)
-    n = len(scales)
-    if array.shape not in ((), (1,), (n,), (n, n)):
-        raise shape_error("noise_var", f"a number, ({n},) or ({n}, {n})", array)
-    variances = np.diagonal(array) if array.ndim == 2 else array
-    if (variances < 0).any():
-        raise RangeError(f"noise_var: expected variances >= 0, got {variances.min()}")
-    return _core.scale_noise(array, scales)
-
-
-def log_scale_of(scale: Sequence[float], rows: int) -> float:
-    """What a log density loses in physical units: the logarithm of every scale, once per row."""
-    return sum(rows * math.log(value) for value in scale)
-
-
-def _check_scaled(name: str, value: Array, scaled: Array) -> None:
-    if not np.isfinite(scaled).all():
-        worst = value.flat[int(np.argmax(~np.isfinite(scaled)))]
-        raise NumericsError(f"{name}: expected numbers that fit into {scaled.dtype.name} after scaling, got {worst}")
-
-
-def _numbers(name: str, value: npt.ArrayLike, features: int, low: float) -> Array:
-    """One number, or one per feature, each from ``low`` to 1e30."""
-    array = np.atleast_1d(real_array(name, value, np.float64))
-    if array.shape not in ((1,), (features,)):
-        raise shape_error(name, f"a number or ({features},)", array)
-    if not ((array >= low) & (array <= bundles.MAX_MAGNITUDE)).all():
-        raise RangeError(f"{name}: expected numbers from {low:g} to {bundles.MAX_MAGNITUDE:g}, got {array}")
-    return array
-
-
-def _by_input(name: str, value: Scaling, specs: tuple[TensorSpec, ...], neutral: float) -> dict[str, npt.ArrayLike]:
-    """The scaling of each input; a number goes for all that hold real numbers."""
-    scalable = [spec.name for spec in specs if spec.dtype == "float32"]
-    if isinstance(value, Mapping):
-        given = dict(value)
-    elif len(scalable) == 1 or (scalable and np.ndim(value) == 0):
-        given = dict.fromkeys(scalable, value)
-    elif not scalable and np.ndim(value) == 0 and value == neutral:
-        given = {}
-    else:
-        raise RangeError(f"{name}: expected a dict with some of the inputs {scalable}, got {value!r}")
-    unknown = sorted(set(map(str, given)) - set(scalable))
-    if unknown:
-        raise RangeError(f"{name}: expected some of the inputs {scalable}, got {unknown}")
-    return {spec.name: given.get(spec.name, neutral) for spec in specs}
 
 
 @contextmanager

@@ -20,13 +20,13 @@ class Reader:
     __slots__ = ("_head", "_mailbox")
 
     def __init__(self, head: Head) -> None:
-        self._mailbox = _core.Mailbox(head._core)
+        self._mailbox = _core.Mailbox(head.core)
         self._head = Head.from_bytes(head.to_bytes())
-        head._core.post_to(self._mailbox)
+        head.core.post_to(self._mailbox)
 
     def predict(self, h: npt.ArrayLike) -> Prediction:
         """Mean and covariance of the output at ``h``, (d,) or (rows, d), as ``Head.predict`` gives them."""
-        self._head._core.take(self._mailbox)
+        self._head.core.take(self._mailbox)
         return self._head.predict(h)
 
     @property

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, final
+from typing import Literal, NamedTuple, final
 
 import numpy as np
 
 from kbt_edge._arrays import Array
 
-__all__ = ["VERDICTS", "Counters", "Health", "Layer", "Prediction", "Update"]
+__all__ = ["Counters", "Health", "Layer", "Prediction", "Update", "Verdict"]
+
+# For type checkers. The core has the names (``_core.VERDICTS``).
+Verdict = Literal["too few samples", "consistent", "overconfident", "underconfident", "diverging", "no band"]
 
 
 @final
@@ -48,7 +51,7 @@ class Prediction(NamedTuple):
 class Update(NamedTuple):
     """What one sample told the head, judged before learning from it."""
 
-    status: str
+    status: Literal["ok", "gated"]
     """``"ok"``, or ``"gated"`` when the innovation gate rejected the sample."""
     nis: float
     """Normalised innovation squared. Its mean is rows * d_o for a consistent gaussian head."""
@@ -60,20 +63,17 @@ class Counters(NamedTuple):
     """Events since the head was made or loaded. Diagnostics: not part of the saved state."""
 
     rejected: int
-    """Calls refused by the core for their input."""
+    """Calls that the core rejected for their input."""
     gated: int
     """Samples rejected by the gate."""
     floored: int
     """Variances held at a floor, and steps left out, because rounding had taken the rest."""
 
 
-VERDICTS = ("too few samples", "consistent", "overconfident", "underconfident", "diverging", "no band")
-
-
 class Health(NamedTuple):
     """Whether the head's errors are as large as it says; see docs/health.md. Not part of the saved state."""
 
-    verdict: str
+    verdict: Verdict
     """``"consistent"``: the average is inside the band. ``"overconfident"``: errors are larger than the head says, or
     the gate rejects more than outliers. ``"underconfident"``: they are smaller. ``"diverging"``: far beyond the band
     and growing, or most samples rejected, or variances blown up. ``"too few samples"``: fewer than 30 since the prior,

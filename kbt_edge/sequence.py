@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,7 @@ __all__ = ["Sequences"]
 Tokens = npt.NDArray[np.int64]
 TokenTrunk = Callable[[Tokens, Tokens], npt.ArrayLike]
 
-ROWS: Final = ("unique", "paper", "stream")
+Rows = Literal["unique", "paper", "stream"]
 SAME: Final = 1e-4  # rows closer than this, relative to the largest entry, differ by rounding only
 
 
@@ -63,7 +63,7 @@ class Sequences:
         *,
         start: int,
         pad: int | None = None,
-        rows: str | None = None,
+        rows: Rows | None = None,
     ) -> None:
         trunk, self._head = model if isinstance(model, tuple) else (model.trunk, model.head)
         config = self._head.config
@@ -80,9 +80,9 @@ class Sequences:
         self._causal = self._is_causal()
         if not self._causal and isinstance(trunk, Trunk):
             raise RangeError("trunk: expected a causal one, as its lengths are fixed; its rows depend on later targets")
-        self._rows = rows if rows is not None else "unique" if self._causal else "paper"
-        if self._rows not in ROWS:
-            raise RangeError(f"rows: expected one of {', '.join(map(repr, ROWS))}, got {rows!r}")
+        self._rows: Rows = rows if rows is not None else "unique" if self._causal else "paper"
+        if self._rows not in get_args(Rows):
+            raise RangeError(f"rows: expected one of {', '.join(map(repr, get_args(Rows)))}, got {rows!r}")
         if not self._causal and self._rows == "unique":
             raise RangeError("rows: 'unique' needs a causal trunk; the rows of this one depend on later targets")
         kept = 1 if self._rows == "stream" else config["max_rows"]
@@ -140,7 +140,7 @@ class Sequences:
         return self._head
 
     @property
-    def rows(self) -> str:
+    def rows(self) -> Rows:
         return self._rows
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, Literal, TypedDict, get_args
+from typing import Any, Final, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,12 @@ __all__ = [
     "NOISES",
     "OUTPUTS",
     "RULES",
+    "Covariance",
+    "Dtype",
     "HeadSettings",
+    "Noise",
+    "Output",
+    "Rule",
     "checked_dtype",
     "described",
     "entries",
@@ -33,17 +38,17 @@ __all__ = [
     "noise_array",
 ]
 
-# In the order of the enums in kbt.h.
+# For type checkers. The core has the names, in the order of its enums.
 Dtype = Literal["float32", "float64"]
 Output = Literal["gaussian", "softmax"]
 Covariance = Literal["full", "neuron", "diagonal"]
 Rule = Literal["fuse", "replace"]
 Noise = Literal["constant", "adaptive", "multinomial"]
-DTYPES: Final[tuple[Dtype, ...]] = get_args(Dtype)
-OUTPUTS: Final[tuple[Output, ...]] = get_args(Output)
-COVARIANCES: Final[tuple[Covariance, ...]] = get_args(Covariance)
-RULES: Final[tuple[Rule, ...]] = get_args(Rule)
-NOISES: Final[tuple[Noise, ...]] = get_args(Noise)
+DTYPES: Final = _core.DTYPES
+OUTPUTS: Final = _core.OUTPUTS
+COVARIANCES: Final = _core.COVARIANCES
+RULES: Final = _core.RULES
+NOISES: Final = _core.NOISES
 
 
 class HeadSettings(TypedDict, total=False):

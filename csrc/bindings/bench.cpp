@@ -1,4 +1,3 @@
-#include <type_traits>
 #include <vector>
 
 #include "bench_loop.hpp"
@@ -39,9 +38,8 @@ class Loop {
   int steps(std::size_t first, std::size_t batches, std::size_t batch, bench::Recorder &to) const {
     return bench::run_steps(step_, samples_, first, batches, batch, to);
   }
-  // twin: null, or a loop of the same kind that rehearses.
-  int paced(std::size_t first, std::size_t steps, bench::Recorder &to, const Loop *twin) const {
-    return bench::run_paced(step_, twin != nullptr ? &twin->step_ : nullptr, samples_, first, steps, to);
+  int paced(std::size_t first, std::size_t steps, bench::Recorder &to) const {
+    return bench::run_paced(step_, samples_, first, steps, to);
   }
 
  private:
@@ -102,17 +100,12 @@ class Loop {
   bench::Step step_;
 };
 
-// mark, wait and early as plain C functions: a Python loop calls them, and pybind's own dispatch would cost more than
-// the clock.
+// mark and wait as plain C functions for a Python loop: pybind11's dispatch would cost more than the clock.
 template <auto action>
 PyObject *act(PyObject *capsule, PyObject *) {
   auto &recorder = *static_cast<bench::Recorder *>(PyCapsule_GetPointer(capsule, nullptr));
-  if constexpr (std::is_void_v<decltype((recorder.*action)())>) {
-    (recorder.*action)();
-    Py_RETURN_NONE;
-  } else {
-    return PyBool_FromLong((recorder.*action)());
-  }
+  (recorder.*action)();
+  Py_RETURN_NONE;
 }
 template <auto action>
 py::object c_function(bench::Recorder &recorder) {
@@ -134,7 +127,6 @@ void bind_bench(py::module_ &m) {
       .def("watch", &bench::Recorder::watch, unlocked())
       .def_property_readonly("mark", py::cpp_function(&c_function<&bench::Recorder::mark>, py::keep_alive<0, 1>()))
       .def_property_readonly("wait", py::cpp_function(&c_function<&bench::Recorder::wait>, py::keep_alive<0, 1>()))
-      .def_property_readonly("early", py::cpp_function(&c_function<&bench::Recorder::early>, py::keep_alive<0, 1>()))
       .def_property_readonly("room", &bench::Recorder::room)
       .def_property_readonly("stamps", [](const bench::Recorder &r) {
         return py::array_t<std::uint64_t>(static_cast<py::ssize_t>(r.used()), r.stamps().data());

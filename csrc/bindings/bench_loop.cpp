@@ -37,61 +37,68 @@ bool has_counter() {
 #endif
 }
 
-bool set_flush_to_zero(bool on) {
+// The control word of the floating-point unit, and its bits that flush denormal numbers to zero.
+namespace {
 #if defined(__x86_64__)
-  constexpr unsigned int kFlushAndDenormalsAreZero = 0x8040;
-  const unsigned int others = _mm_getcsr() & ~kFlushAndDenormalsAreZero;
-  _mm_setcsr(on ? others | kFlushAndDenormalsAreZero : others);
-  return true;
+constexpr unsigned int kFlush = 0x8040;  // FTZ and DAZ
+unsigned int control_word() {
+  return _mm_getcsr();
+}
+void set_control_word(unsigned int word) {
+  _mm_setcsr(word);
+}
 #elif defined(__aarch64__)
-  constexpr std::uint64_t kFlush = std::uint64_t{1} << 24;
-  std::uint64_t fpcr = 0;
-  asm volatile("mrs %0, fpcr" : "=r"(fpcr));
-  fpcr = on ? fpcr | kFlush : fpcr & ~kFlush;
-  asm volatile("msr fpcr, %0" : : "r"(fpcr));
-  return true;
+constexpr std::uint64_t kFlush = 1u << 24;
+std::uint64_t control_word() {
+  std::uint64_t word = 0;
+  asm volatile("mrs %0, fpcr" : "=r"(word));
+  return word;
+}
+void set_control_word(std::uint64_t word) {
+  asm volatile("msr fpcr, %0" : : "r"(word));
+}
 #elif defined(__arm__) && defined(__ARM_FP)
-  constexpr std::uint32_t kFlush = std::uint32_t{1} << 24;
-  std::uint32_t fpscr = 0;
-  asm volatile("vmrs %0, fpscr" : "=r"(fpscr));
-  fpscr = on ? fpscr | kFlush : fpscr & ~kFlush;
-  asm volatile("vmsr fpscr, %0" : : "r"(fpscr));
-  return true;
+constexpr std::uint32_t kFlush = 1u << 24;
+std::uint32_t control_word() {
+  std::uint32_t word = 0;
+  asm volatile("vmrs %0, fpscr" : "=r"(word));
+  return word;
+}
+void set_control_word(std::uint32_t word) {
+  asm volatile("vmsr fpscr, %0" : : "r"(word));
+}
 #else
-  return !on;
+constexpr unsigned int kFlush = 0;  // no such mode
+unsigned int control_word() {
+  return 0;
+}
+void set_control_word(unsigned int) {}
 #endif
+}  // namespace
+
+bool set_flush_to_zero(bool on) {
+  set_control_word(on ? control_word() | kFlush : control_word() & ~kFlush);
+  return !on || kFlush != 0;
 }
 
 void Recorder::pace(std::uint64_t epoch_ns, std::uint64_t period_ns, std::uint64_t spin_ns) {
   next_release_ = epoch_ns;
   period_ = period_ns;
   spin_ = spin_ns;
-  asked_ = 0;
-}
-
-void Recorder::sleep() const {
-  const std::uint64_t wake = next_release_ - spin_;
-  if (monotonic_ns() >= wake) return;  // the kernel would put the loop to sleep even so, and wake it at once
-  timespec until{};
-  until.tv_sec = static_cast<time_t>(wake / 1000000000u);
-  until.tv_nsec = static_cast<long>(wake % 1000000000u);
-  while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, nullptr) == EINTR) {
-  }
 }
 
 void Recorder::wait() {
-  sleep();
+  const std::uint64_t wake = next_release_ - spin_;
+  if (monotonic_ns() < wake) {  // otherwise the kernel would still suspend the loop before waking it at once
+    timespec until{};
+    until.tv_sec = static_cast<time_t>(wake / 1000000000u);
+    until.tv_nsec = static_cast<long>(wake % 1000000000u);
+    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, nullptr) == EINTR) {
+    }
+  }
   while (spin_ != 0 && monotonic_ns() < next_release_) {
   }
   next_release_ += period_;
-}
-
-bool Recorder::early() {
-  if (asked_ == 0) sleep();
-  const std::uint64_t now = monotonic_ns(), took = asked_ == 0 ? 0 : now - asked_;
-  const bool time_left = now + 2 * took < next_release_;
-  asked_ = time_left ? now : 0;
-  return time_left;
 }
 
 void Recorder::watch(std::uint64_t duration_ns, std::uint64_t shortest_ns) {
@@ -115,15 +122,11 @@ const void *y_of(const Samples &s, std::size_t i) {
   return s.y + i % s.count * s.y_bytes;
 }
 
-int predict_one(const Step &step, const void *x) {
+int run_one(const Step &step, const void *x, const void *y) {
   if (step.trunk != nullptr) {
     if (const int status = step.trunk(step.self, x)) return status;
   }
-  return step.predict(step.self, x);
-}
-
-int run_one(const Step &step, const void *x, const void *y) {
-  if (const int status = predict_one(step, x)) return status;
+  if (const int status = step.predict(step.self, x)) return status;
   return step.observe(step.self, y);
 }
 
@@ -164,14 +167,8 @@ int run_steps(const Step &step, const Samples &samples, std::size_t first, std::
   return 0;
 }
 
-int run_paced(const Step &step, const Step *twin, const Samples &samples, std::size_t first, std::size_t steps,
-              Recorder &recorder) {
+int run_paced(const Step &step, const Samples &samples, std::size_t first, std::size_t steps, Recorder &recorder) {
   for (std::size_t i = first; i < first + steps; ++i) {
-    while (twin != nullptr && recorder.early()) {
-      const void *x = x_of(samples, i + samples.count - 1), *y = y_of(samples, i + samples.count - 1);
-      if (const int status = run_one(*twin, x, y)) return status;
-      if (const int status = predict_one(step, x)) return status;
-    }
     recorder.wait();
     recorder.mark();
     if (const int status = run_one(step, x_of(samples, i), y_of(samples, i))) return status;

@@ -37,24 +37,19 @@ class Recorder {
   // Sleep until spin_ns before the next release, and be busy until it comes. The interval before the reading that
   // follows is the delay of that release.
   void wait();
-  // Before wait(), as often as it says yes: sleep until spin_ns before the next release, and say whether there is time
-  // for a rehearsal, leaving as much again as the latest one took.
-  bool early();
-  // Do nothing but read CLOCK_MONOTONIC for so long. Every stretch of at least shortest_ns between two readings is
-  // kept, as its two ends: somebody else had the core.
+  // Read CLOCK_MONOTONIC in a tight loop for duration_ns. Each gap of at least shortest_ns between two readings, in
+  // which this thread did not run, is kept as its two ends.
   void watch(std::uint64_t duration_ns, std::uint64_t shortest_ns);
 
  private:
   void keep(std::uint64_t stamp) {
     if (used_ < stamps_.size()) stamps_[used_++] = stamp;
   }
-  void sleep() const;
 
   std::vector<std::uint64_t> stamps_;
   std::size_t used_ = 0;
   bool use_counter_;
   std::uint64_t next_release_ = 0, period_ = 0, spin_ = 0;
-  std::uint64_t asked_ = 0;  // when early() last said yes before this release; 0: not yet
 };
 
 // One step of a control loop, cut into its stages. A stage returns 0, or a status that ends the loop.
@@ -83,10 +78,7 @@ int run_stages(const Step &step, const Samples &samples, std::size_t first, std:
 // Two readings for each `batch` whole steps.
 int run_steps(const Step &step, const Samples &samples, std::size_t first, std::size_t batches, std::size_t batch,
               Recorder &recorder);
-// Two readings a step, when it started and when it was done, and a wait for the release before each. With a twin it is
-// rehearsed meanwhile, on the sample before: the twin takes a whole step, for the code, and the step itself predicts,
-// for its own numbers, which learns nothing.
-int run_paced(const Step &step, const Step *twin, const Samples &samples, std::size_t first, std::size_t steps,
-              Recorder &recorder);
+// Two readings a step, when it started and when it was done, after waiting for its release.
+int run_paced(const Step &step, const Samples &samples, std::size_t first, std::size_t steps, Recorder &recorder);
 
 }  // namespace kbt::bench

@@ -13,7 +13,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,10 @@ from kbt_edge.bench.figures import PERCENTILES, histogram, paced_figures, summar
 from kbt_edge.bench.workload import SAMPLES, Workload
 from kbt_edge.errors import KbtError
 
-__all__ = ["TRUSTED_CLOCKS", "Harness", "back_to_back", "paced", "stops"]
+__all__ = ["TRUSTED_CLOCKS", "Harness", "LoopName", "back_to_back", "paced", "stops"]
 
 Nanoseconds = NDArray[np.float64]
+LoopName = Literal["c", "python"]
 
 # Where the kernel itself keeps time by the processor's counter, so may we: it is cheaper than the kernel's clock.
 TRUSTED_CLOCKS: Final = {"x86_64": "tsc", "aarch64": "arch_sys_counter"}
@@ -181,7 +182,7 @@ def stops(harness: Harness) -> dict[str, Any]:
 def paced(
     work: Workload,
     harness: Harness,
-    loop: str,
+    loop: LoopName,
     rate_hz: float,
     deadline_ns: float,
     duration_s: float,
@@ -251,7 +252,7 @@ def _trunk_block(work: Workload, recorder: _core.Recorder) -> None:
 
 
 def _paced_c(work: Workload, first: int, steps: int, recorder: _core.Recorder) -> None:
-    _must(work.loop.paced(first, steps, recorder, None))
+    _must(work.loop.paced(first, steps, recorder))
 
 
 def _paced_python(work: Workload, first: int, steps: int, recorder: _core.Recorder) -> None:
@@ -266,7 +267,7 @@ def _paced_python(work: Workload, first: int, steps: int, recorder: _core.Record
         mark()
 
 
-def _warm(work: Workload, loop: str) -> None:
+def _warm(work: Workload, loop: LoopName) -> None:
     if loop == "python":
         _python_block(work, _core.Recorder(0, False))
     else:
@@ -287,7 +288,7 @@ def _repeats(work: Workload, harness: Harness) -> tuple[int, int, int]:
 
 def _must(status: int) -> None:
     if status:
-        raise KbtError("bench: the loop was stopped by a sample that the trunk or the head refused", status)
+        raise KbtError("bench: the loop was stopped by a sample that the trunk or the head rejected", status)
 
 
 class _Usage:

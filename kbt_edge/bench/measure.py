@@ -13,9 +13,10 @@ from kbt_edge._progress import Tell, silent
 from kbt_edge._version import __version__
 from kbt_edge.bench import baselines, compare, pictures, report, sweep
 from kbt_edge.bench.board import Board, load_between
-from kbt_edge.bench.loops import Harness, back_to_back, paced, stops
+from kbt_edge.bench.loops import Harness, LoopName, back_to_back, paced, stops
 from kbt_edge.bench.realtime import settings
 from kbt_edge.bench.workload import load
+from kbt_edge.trunk import Backend
 
 __all__ = ["Options", "measure"]
 
@@ -26,12 +27,12 @@ class Options:
 
     bundle: str
     out: Path
-    backend: str = "auto"
+    backend: Backend = "auto"
     steps: int | None = None  # None: as many as fit into the time
     rate_hz: float | None = None  # of a paced loop
     deadline_ms: float | None = None  # None: the period
     duration_s: float = 30.0
-    loops: Sequence[str] = ("c", "python")
+    loops: Sequence[LoopName] = ("c", "python")
     spin_us: float = 0.0
     fifo: int | None = None
     cpu: int | None = None

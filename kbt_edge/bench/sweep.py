@@ -34,7 +34,7 @@ MAX_BYTES: Final = (
     256 * 2**20
 )  # of a head in a sweep; `full` grows with the fourth power of d and would pass any memory
 _SAMPLES: Final = 64
-_SECONDS: Final = 0.25  # for each point, and not fewer than _LEAST readings
+SECONDS: Final = 0.25  # for each point, and not fewer than _LEAST readings
 _LEAST, _MOST = 15, 2000
 
 
@@ -147,13 +147,13 @@ def _measure(size: Size, harness: Harness, seed: int) -> dict[str, Any]:
     h = rng.normal(size=(_SAMPLES, size.rows, size.d))
     y = h @ weight.T + 0.3 * rng.normal(size=(_SAMPLES, size.rows, size.outputs))
     flat = (np.ascontiguousarray(array.reshape(_SAMPLES, -1), size.dtype) for array in (h, y))
-    loop = _core.Loop(head._core, size.rows, *flat)
+    loop = _core.Loop(head.core, size.rows, *flat)
 
     recorder = harness.recorder(2 * _LEAST)
     loop.steps(0, _LEAST, 1, recorder)
     first = float(np.median(np.diff(harness.ns(recorder).reshape(-1, 2), axis=1)))
     repeat = harness.repeats(first)
-    count = max(_LEAST, min(_MOST, round(_SECONDS * 1e9 / (first * repeat))))
+    count = max(_LEAST, min(_MOST, round(SECONDS * 1e9 / (first * repeat))))
     recorder = harness.recorder(2 * count)
     loop.steps(0, count, repeat, recorder)
     ns = np.diff(harness.ns(recorder).reshape(-1, 2), axis=1)[:, 0] / repeat

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kbt_edge import _core
 from kbt_edge import bundle as bundles
 from kbt_edge.model import Model
+from kbt_edge.trunk import Backend
 
 __all__ = ["Workload", "load"]
 
@@ -30,14 +31,14 @@ class Workload:
     c_model: Model  # the model of the C loop, whose memory it uses
 
 
-def load(name: str, backend: str, seed: int) -> Workload:
+def load(name: str, backend: Backend, seed: int) -> Workload:
     folder = bundles.find(name)
     model, other = Model.load(name, backend=backend), Model.load(name, backend=backend)
     rng = np.random.default_rng(seed)
     inputs = [_input(model, rng) for _ in range(SAMPLES)]
     targets = [_target(model, x, rng) for x in inputs]
     head, trunk = model.head.config, model.trunk
-    whole = other._policy.runs_alone and head["output"] == "gaussian"
+    whole = other.policy.runs_alone and head["output"] == "gaussian"
     description = {
         "bundle": folder.name if bundles.is_shipped(folder) else str(name),
         "trunk_backend": trunk.backend,
@@ -79,8 +80,8 @@ def _target(model: Model, x: tuple[Any, ...], rng: np.random.Generator) -> Any:
 def _c_loop(model: Model, inputs: list[tuple[Any, ...]], targets: list[Any], whole: bool) -> _core.Loop:
     if whole:
         x: NDArray[Any] = np.array([np.ravel(arguments[0]) for arguments in inputs], np.float64)
-        return _core.Loop(model._policy, x, np.array([np.ravel(y) for y in targets], np.float64))
+        return _core.Loop(model.policy, x, np.array([np.ravel(y) for y in targets], np.float64))
     h = np.array([np.ravel(model.features(*x)) for x in inputs])
     y = np.array([np.ravel(model.to_head_units(y)) for y in targets])
     dtype = np.int32 if model.head.config["output"] == "softmax" else model.head.config["dtype"]
-    return _core.Loop(model.head._core, model.trunk.rows, h, np.ascontiguousarray(y, dtype))
+    return _core.Loop(model.head.core, model.trunk.rows, h, np.ascontiguousarray(y, dtype))

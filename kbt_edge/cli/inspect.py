@@ -12,6 +12,7 @@ import numpy as np
 from kbt_edge.bundle import find
 from kbt_edge.cli.terminal import add_backend, add_bundle, progress
 from kbt_edge.model import Model
+from kbt_edge.results import Layer
 
 __all__ = ["arguments", "described", "run", "text"]
 
@@ -93,7 +94,7 @@ def described(model: Model, folder: Path) -> dict[str, Any]:
             "offset": bundle.offset,
             "scale": bundle.scale,
             "samples": head.samples,
-            "layers": [_layer(layer.mean, layer.cov) for layer in head.layers],
+            "layers": [describe_layer(layer) for layer in head.layers],
         },
     }
 
@@ -101,11 +102,12 @@ def described(model: Model, folder: Path) -> dict[str, Any]:
 _SETTINGS = ("prior_var", "relu_order", "softmax_order", "input_var", "forgetting", "gate", "max_rows")
 
 
-def _layer(mean: Any, cov: Any) -> dict[str, Any]:
-    """Size of a layer, and the range of its weights' standard deviations. ``cov`` is full, per neuron or a diagonal."""
-    var = cov if cov.shape == mean.shape else np.diagonal(cov, axis1=-2, axis2=-1)
+def describe_layer(layer: Layer) -> dict[str, Any]:
+    """Size of a layer, and the range of its weights' standard deviations."""
+    diagonal = layer.cov.shape == layer.mean.shape
+    var = layer.cov if diagonal else np.diagonal(layer.cov, axis1=-2, axis2=-1)
     std = np.sqrt(np.asarray(var, np.float64))
-    return {"shape": list(mean.shape), "smallest_std": float(std.min()), "largest_std": float(std.max())}
+    return {"shape": list(layer.mean.shape), "smallest_std": float(std.min()), "largest_std": float(std.max())}
 
 
 def _size(count: int) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import get_args
+
+from kbt_edge.trunk import Backend
 
 __all__ = ["add_backend", "add_bundle", "live", "progress"]
 
@@ -25,5 +28,6 @@ def add_bundle(parser: argparse.ArgumentParser) -> None:
 
 
 def add_backend(parser: argparse.ArgumentParser) -> None:
-    choices = ("auto", "compiled", "onnxruntime")
-    parser.add_argument("--backend", choices=choices, default="auto", help="how to run the trunk (default: auto)")
+    parser.add_argument(
+        "--backend", choices=get_args(Backend), default="auto", help="how to run the trunk (default: auto)"
+    )

@@ -21,15 +21,16 @@ from kbt_edge._progress import Tell, silent
 from kbt_edge.errors import RangeError
 from kbt_edge.model import Model
 from kbt_edge.studies import cartpole
+from kbt_edge.trunk import Backend
 
 __all__ = ["run"]
 
 Array = NDArray[np.float64]
 _LOOK = (5, 10, 20, 50, 100, 200, 400)  # samples after which the loop is closed again
-_STARTS, _TEST_STATES = 10, 200
+STARTS, _TEST_STATES = 10, 200
 
 
-def run(samples: int, seed: int, out: Path, backend: str = "auto", tell: Tell = silent) -> dict[str, Any]:
+def run(samples: int, seed: int, out: Path, backend: Backend = "auto", tell: Tell = silent) -> dict[str, Any]:
     """Learn ``samples`` samples of the new plant; writes the adapted bundle and a picture to ``out``."""
     if not 1 <= samples <= 100_000:
         raise RangeError(f"samples: expected 1..100000, got {samples}")
@@ -38,7 +39,7 @@ def run(samples: int, seed: int, out: Path, backend: str = "auto", tell: Tell = 
     model = Model.load("kbt_edge:cartpole", backend=backend)
     rng = np.random.default_rng(seed)
     gain = cartpole.lqr_gain(cartpole.NEW)
-    starts = cartpole.sample_starts(rng, _STARTS)
+    starts = cartpole.sample_starts(rng, STARTS)
     unseen = cartpole.sample_states(rng, _TEST_STATES)
     states, forces = cartpole.sample_pairs(rng, samples, gain)
 
@@ -70,7 +71,7 @@ def run(samples: int, seed: int, out: Path, backend: str = "auto", tell: Tell = 
         "seed": seed,
         "backend": model.trunk.backend,
         "backend_reason": model.trunk.backend_reason,
-        "starts": _STARTS,
+        "starts": STARTS,
         "success_old_plant_before": old_plant.success_rate,
         "success_new_plant_before": before.success_rate,
         "success_new_plant_after": after.success_rate,

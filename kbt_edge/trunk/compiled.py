@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kbt_edge.errors import BackendError, MissingError
 from kbt_edge.trunk.inputs import Float32, Slot
@@ -15,10 +15,9 @@ __all__ = ["Compiled"]
 class Compiled:
     """A library made by ``build.py``, called through cffi. It checks values itself and allocates nothing."""
 
-    name = "compiled"
+    name: Final = "compiled"
 
     def __init__(self, path: Path, slots: tuple[Slot, ...], h: Float32) -> None:
-        self.path = path
         try:
             import cffi
         except ImportError as error:

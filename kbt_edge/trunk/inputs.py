@@ -114,8 +114,9 @@ class Slot:
 
 
 class Runner(Protocol):
-    """Runs the network on the trunk's input buffers. 0: h is written. 1: an input value, 2: an output is refused."""
+    """Runs the network on the trunk's input buffers. 0: h is written. 1: an input value, 2: an output is rejected."""
 
-    name: str
+    @property
+    def name(self) -> Literal["compiled", "onnxruntime"]: ...
 
     def run(self) -> int: ...

@@ -25,7 +25,7 @@ NOT_AVAILABLE_FOR: Final = ("armv7l", "armv6l")  # 32-bit ARM, for which no whee
 class Onnxruntime:
     """One thread, all optimisations, inputs and output bound to fixed memory: the fastest way at batch 1."""
 
-    name = "onnxruntime"
+    name: Final = "onnxruntime"
 
     def __init__(
         self,

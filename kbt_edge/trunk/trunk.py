@@ -124,7 +124,7 @@ class Trunk:
         return self._d
 
     @property
-    def backend(self) -> str:
+    def backend(self) -> Literal["compiled", "onnxruntime"]:
         return self._backend
 
     @property
@@ -152,7 +152,7 @@ class Trunk:
         self,
         data: bytes,
         model: OnnxModel,
-        backend: str,
+        backend: Backend,
         providers: Sequence[Any] | None,
         cache_dir: str | os.PathLike[str] | None,
     ) -> tuple[Runner, str]:

@@ -178,7 +178,7 @@ def test_a_board_as_it_comes_is_told_what_to_change_and_why(tmp_path: Path) -> N
 
 
 def test_a_board_set_up_well_is_left_alone(tmp_path: Path) -> None:
-    board = raspberry_pi(tmp_path)
+    raspberry_pi(tmp_path)
     policy = "sys/devices/system/cpu/cpufreq/policy0/"
     tree(
         tmp_path,
@@ -193,14 +193,14 @@ def test_a_board_set_up_well_is_left_alone(tmp_path: Path) -> None:
         },
     )
     answers = {"measure_temp": "temp=45.0'C\n", "get_throttled": "throttled=0x0\n"}
-    board._tool = lambda name, *words: answers.get(words[0]) if name == "vcgencmd" else None
+    board = Board(tmp_path, lambda name, *words: answers.get(words[0]) if name == "vcgencmd" else None, "aarch64")
     assert {finding.name: finding.state for finding in examine_board(board, Fake()) if finding.state != "ok"} == {}
 
 
 def test_a_jetson_in_a_low_power_mode_is_noticed(tmp_path: Path) -> None:
     board = Board(tmp_path, lambda name, *_: "NV Power Mode: 15W\n2\n" if name == "nvpmodel" else None, "aarch64")
     assert by_name(list(examine_board(board, Fake())))["power mode"].state == "change"
-    board._tool = lambda name, *_: "NV Power Mode: MAXN\n0\n" if name == "nvpmodel" else None
+    board = Board(tmp_path, lambda name, *_: "NV Power Mode: MAXN\n0\n" if name == "nvpmodel" else None, "aarch64")
     assert by_name(list(examine_board(board, Fake())))["power mode"].state == "ok"
 
 

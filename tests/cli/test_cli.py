@@ -76,7 +76,7 @@ def test_inspect_tells_what_is_in_a_bundle(folder: Path, capsys: pytest.CaptureF
 def test_the_range_of_deviations_is_that_of_the_prior_before_any_data(covariance: str) -> None:
     head = kbt.Head(np.ones((2, 3)), hidden=(6,), prior_var=(0.04, 0.25), covariance=covariance)
     for layer, deviation in zip(head.layers, (0.2, 0.5), strict=True):
-        told = inspect._layer(layer.mean, layer.cov)
+        told = inspect.describe_layer(layer)
         assert told["smallest_std"] == pytest.approx(deviation)
         assert told["largest_std"] == pytest.approx(deviation)
 

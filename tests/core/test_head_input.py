@@ -772,8 +772,8 @@ def test_the_binding_refuses_what_no_class_of_the_package_sends() -> None:
     before = head.to_bytes()
     for arguments in ((), (np.ones(3),) * 9):
         with pytest.raises(TypeError, match=r"expected \d arguments, got \d"):
-            head._core.predict(*arguments)
-    empty = type(head._core).__new__(type(head._core))
+            head.core.predict(*arguments)
+    empty = type(head.core).__new__(type(head.core))
     with pytest.raises(TypeError, match="never initialised"):
         empty.predict(np.ones(3, np.float32))
     assert head.to_bytes() == before

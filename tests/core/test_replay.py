@@ -18,6 +18,7 @@ from cabi import CSRC, ROOT, TESTS, build_core, library, run
 from command import call
 
 import kbt_edge as kbt
+from kbt_edge import _core
 from kbt_edge.errors import KbtError
 from kbt_edge.flight import KINDS, FlightLog
 
@@ -131,7 +132,7 @@ def feed(head: kbt.Head, steps: int, seed: int = 0) -> None:
             with pytest.raises(kbt.NumericsError):
                 head.update(np.full((rows, D), np.inf, dtype), y)
         if step % 11 == 0 and head.config["noise"] == "constant":
-            assert head._core.set_noise(np.array([0.1 + 0.01 * step], dtype)) == 0
+            assert head.core.set_noise(np.array([0.1 + 0.01 * step], dtype)) == 0
 
 
 @pytest.mark.parametrize("settings", HEADS.values(), ids=HEADS.keys())
@@ -231,6 +232,13 @@ def test_without_a_recording_there_is_no_log() -> None:
             head.record(bad)
 
 
+def place_of_h(log: bytes, record: int) -> int:
+    info = _core.flight_info(log)
+    assert isinstance(info, tuple)
+    records_offset, record_bytes = info[6:8]
+    return records_offset + record * record_bytes + FlightLog(log).records.dtype.fields["h"][1]
+
+
 def test_a_difference_is_found_where_it_is() -> None:
     """The same records on another state: the first sample already comes out differently."""
     head = kbt.Head(np.ones((1, D)), noise_var=0.1)
@@ -238,9 +246,7 @@ def test_a_difference_is_found_where_it_is() -> None:
     for step in range(10):
         head.update(np.eye(D)[step % D], [1.0 * step])
     log = bytearray(head.flight_log())
-    found = FlightLog(bytes(log))
-    offset = found._at + 4 * found._size + 40  # h of record 4
-    struct.pack_into("<f", log, offset, 0.25)
+    struct.pack_into("<f", log, place_of_h(bytes(log), 4), 0.25)
     replay = FlightLog(sealed(bytes(log))).replay()
     assert not replay.reproduced
     assert replay.difference is not None
@@ -469,8 +475,7 @@ def test_replay_says_whether_the_state_was_reproduced(tmp_path: Path, capsys: py
 
 def test_replay_shows_the_first_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = bytearray((LOGS / "drift.kbtf").read_bytes())
-    log = FlightLog(bytes(data))
-    struct.pack_into("<f", data, log._at + 7 * log._size + 40, 3.0)
+    struct.pack_into("<f", data, place_of_h(bytes(data), 7), 3.0)
     path = tmp_path / "changed.kbtf"
     path.write_bytes(sealed(bytes(data)))
     code, text, _ = call(capsys, "replay", str(path))

@@ -165,7 +165,7 @@ class HeadBesideReference(RuleBasedStateMachine):
         assert str(error.value)
         assert self.head.to_bytes() == before
         waiting = 0 if self.predicted is None else len(np.atleast_2d(self.predicted))
-        assert self.head._core.predicted_rows == waiting  # a prediction survives a refused call
+        assert self.head.core.predicted_rows == waiting  # a prediction survives a refused call
 
     @rule(value=st.sampled_from(BAD), place=st.integers(0, D - 1), which=st.sampled_from("hyn"))
     def not_finite(self, value: float, place: int, which: str) -> None:
@@ -314,7 +314,7 @@ class ModelOnDisk(RuleBasedStateMachine):
             with pytest.raises(KbtError):
                 call(bad)
         assert self.model.head.to_bytes() == before
-        self.predicted = self.predicted and self.model.head._core.predicted_rows > 0
+        self.predicted = self.predicted and self.model.head.core.predicted_rows > 0
 
     @rule()
     def save(self) -> None:

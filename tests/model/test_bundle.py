@@ -501,7 +501,7 @@ def test_the_description_is_small_and_says_what_is_there(folder: Path) -> None:
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The shipped bundles: cartpole and tokens. The working directory is an empty folder."""
     folder = tmp_path / "package" / "bundles"
-    monkeypatch.setattr(bundles, "_SHIPPED", folder)
+    monkeypatch.setattr(bundles, "SHIPPED", folder)
     for name in ("cartpole", "tokens"):
         bundles.write(folder / name, make_bundle())
     (tmp_path / "work").mkdir()

@@ -49,7 +49,7 @@ def test_a_terminal_sees_a_line_for_every_sample(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(demo, "_STARTS", 2)
+    monkeypatch.setattr(demo, "STARTS", 2)
     assert cli.main(["demo", "--samples", "7", "--out", str(tmp_path), "--backend", "onnxruntime"]) == 0
     live = capsys.readouterr().err
     for i in range(8):
