@@ -1,4 +1,4 @@
-"""Turns what a user passes into the plain arrays the core reads, or says exactly why not."""
+"""Converts arguments to the plain arrays that the core reads, or raises an error that says what is wrong."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_real(name: str, given: Array) -> None:
 def cast(name: str, given: Array, dtype: npt.DTypeLike) -> Array:
     """A C-contiguous array of ``dtype``. Integers and other float widths are converted, nothing else is.
 
-    What is not finite stays so, and what does not fit becomes infinite: ``check_finite`` tells the two apart.
+    Numbers that do not fit become infinite; ``check_finite`` tells them from those that were not finite before.
     """
     check_real(name, given)
     wanted = np.dtype(dtype)
@@ -51,7 +51,7 @@ def check_finite(name: str, given: Array, array: Array) -> None:
 
 
 def real_array(name: str, value: object, dtype: npt.DTypeLike) -> Array:
-    """``value`` as ``cast`` makes it, if it is finite."""
+    """``cast`` of ``value``, which must be finite."""
     given = plain_array(name, value)
     array = cast(name, given, dtype)
     check_finite(name, given, array)

@@ -1,4 +1,4 @@
-"""Files that survive a power cut: the old content or the new one, never a mixture."""
+"""Files that survive a power cut: the old content or the new, never a mixture."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """``folder`` and those above it. A new one is lost in a power cut unless the one above it was synced."""
+    """Make ``folder`` and its parents. A new folder is lost in a power cut unless its parent was synced."""
     missing = [folder, *folder.parents]
     missing = missing[: next((i for i, path in enumerate(missing) if path.is_dir()), len(missing))]
     for path in reversed(missing):

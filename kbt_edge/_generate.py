@@ -1,15 +1,15 @@
-"""ONNX to C: what runs the C generator, in a process of its own.
+"""ONNX to C: runs the C generator in a separate process.
 
     python -I _generate.py NAME PATHS TEMPLATES < model.onnx > trunk.c
 
-The generator imports a top-level package called ``shared``, meets files from strangers, and takes memory and time as
-they ask for. A process of its own keeps all that out of the user's: it finds the generator's packages first (PATHS, one
-folder per line), has limits, and may die. A file that cannot be translated ends it with code 3 and the reason on
-standard error.
+The generator imports a top-level package called ``shared``, reads untrusted files, and uses as much memory and time as
+they require. A separate process isolates the user's process from that: it finds the generator's packages first (PATHS,
+one folder per line), has limits, and may crash. For a file that cannot be translated it exits with code 3 and the
+reason on standard error.
 
-What reaches the generator is a model with numbered names, no text, and the type and shape of every value as ONNX's own
-rules infer them from the inputs. Nothing that the file declares between its inputs and its output is believed; what it
-declares of its output must be what was inferred.
+The generator gets a model with numbered names, no text, and the type and shape of every value as inferred from the
+inputs by ONNX's rules. Declarations of intermediate values are ignored, and that of the output must match the inferred
+one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Final
 
-__all__ = ["REFUSED", "RefusedError", "Translator"]
+__all__ = ["REJECTED", "RejectedError", "Translator"]
 
-REFUSED: Final = 3  # exit code
+REJECTED: Final = 3  # exit code
 MEMORY: Final = 8 * 2**30
 SECONDS: Final = 300
 
-MAX_FRAME: Final = 2**20  # bytes of one array of the C file: they lie on the stack
-MAX_GROWTH: Final = 2**26  # bytes of all values between nodes, beside those that come from a large file
+MAX_FRAME: Final = 2**20  # bytes of one array of the C file, which is on the stack
+MAX_GROWTH: Final = 2**26  # bytes of all values between nodes, in addition to the size of the file
 
 FLOAT, INT32, INT64, BOOL, DOUBLE = 1, 6, 7, 9, 11
 TYPES: Final = frozenset({FLOAT, INT32, INT64, BOOL, DOUBLE})
@@ -39,7 +39,7 @@ REAL_ONLY: Final = frozenset({"Div", "Mean", "Pow", "ReduceMean", "ReduceSum"})
 Info = tuple[int, tuple[int, ...]]  # element type and shape
 
 
-class RefusedError(Exception):
+class RejectedError(Exception):
     """This model cannot be translated."""
 
 
@@ -55,9 +55,7 @@ class Translator:
         self._onnx: Any = onnx
         self._compiler: Any = compiler
         self._emitters: dict[str, Any] = {}
-        if templates and os.path.isdir(
-            templates
-        ):  # the generator compiles its templates for every model, which takes seconds
+        if templates and os.path.isdir(templates):  # compiling the templates for every model takes seconds
             import jinja2
             from emx_onnx_cgen.codegen import c_emitter
 
@@ -68,14 +66,14 @@ class Translator:
         try:
             model = self.prepared(data)
             return _without_copies(_safe(str(self._emitter(name).compile(model))))
-        except RefusedError:
+        except RejectedError:
             raise
-        except Exception as error:  # of many types: onnx and the generator meet whatever the file holds
+        except Exception as error:  # of many types, depending on the file
             text = " ".join(str(error).split())[:400]
-            raise RefusedError(f"emx-onnx-cgen cannot translate this trunk: {type(error).__name__}: {text}") from error
+            raise RejectedError(f"emx-onnx-cgen cannot translate this trunk: {type(error).__name__}: {text}") from error
 
     def prepared(self, data: bytes) -> Any:
-        """The model as the generator gets it."""
+        """The model that is passed to the generator."""
         onnx = self._onnx
         model = self._anonymous(onnx.load_model_from_string(data))
         onnx.checker.check_model(model)
@@ -93,7 +91,7 @@ class Translator:
             _check_types(node, known)
         for output, said in declared.items():
             if said != known.get(output):
-                raise RefusedError(
+                raise RejectedError(
                     f"the trunk declares its output as {_shown(said)}, its nodes make {_shown(known.get(output))}"
                 )
         _check_growth((known[name] for name in made), len(data))
@@ -114,7 +112,7 @@ class Translator:
         return self._emitters[name]
 
     def _anonymous(self, model: Any) -> Any:
-        """The same model with numbered names, and nothing a stranger wrote that is not a number or an operator."""
+        """The same model with numbered names: numbers and operators are kept, other text is dropped."""
         onnx = self._onnx
         names: dict[str, str] = {"": ""}  # the empty name marks an optional input that is left out
 
@@ -143,7 +141,7 @@ class Translator:
             for attribute in node.attribute:
                 for text in (attribute.name.encode(), attribute.s, *attribute.strings):
                     if not re.fullmatch(rb"\w*", text):
-                        raise RefusedError(f"a compiled trunk cannot contain the attribute text {text[:40]!r}")
+                        raise RejectedError(f"a compiled trunk cannot contain the attribute text {text[:40]!r}")
                 inner = copy.attribute.add()
                 inner.CopyFrom(attribute)
                 inner.ClearField("doc_string")
@@ -157,7 +155,7 @@ class Translator:
 
 
 def _info(value: Any) -> Info | None:
-    """Of a ValueInfoProto; None if any of it is not known."""
+    """Type and shape of a ValueInfoProto; None if any of it is unknown."""
     tensor = value.type.tensor_type
     if not tensor.HasField("shape") or not all(dimension.HasField("dim_value") for dimension in tensor.shape.dim):
         return None
@@ -170,46 +168,48 @@ def _shown(info: Info | None) -> str:
 
 def _check_shape(operator: str, info: Info | None) -> None:
     if info is None:
-        raise RefusedError(
+        raise RejectedError(
             f"the shape that {operator} makes is not known before the trunk runs; export with constant shapes"
         )
     if info[0] not in TYPES:
-        raise RefusedError(f"{operator} makes values of the element type {info[0]}, which a compiled trunk cannot hold")
+        raise RejectedError(
+            f"{operator} makes values of the element type {info[0]}, which a compiled trunk cannot hold"
+        )
     if any(length < 1 for length in info[1]):
-        raise RefusedError(f"{operator} makes an empty array, {info[1]}")
+        raise RejectedError(f"{operator} makes an empty array, {info[1]}")
 
 
 def _check_types(node: Any, known: Mapping[str, Info | None]) -> None:
-    """C leaves these undefined for some values of an integer, or for numbers that no integer can hold."""
+    """Operators whose behaviour C leaves undefined for some integers, or for numbers that do not fit in an integer."""
     types = [info[0] for info in map(known.get, (*node.input, *node.output)) if info is not None]
     real = {FLOAT, DOUBLE}
     if node.op_type in REAL_ONLY and types[0] not in real:
-        raise RefusedError(f"a compiled trunk cannot contain {node.op_type} of integers")
+        raise RejectedError(f"a compiled trunk cannot contain {node.op_type} of integers")
     if node.op_type == "Cast" and types[0] in real and types[1] not in real | {BOOL}:
-        raise RefusedError("a compiled trunk cannot contain a Cast of real numbers to integers")
+        raise RejectedError("a compiled trunk cannot contain a Cast of real numbers to integers")
 
 
 def _check_growth(infos: Iterable[Info | None], size: int) -> None:
-    """Twenty doublings make a gigabyte of a few bytes, and the generator would compute it if it is constant."""
+    """A few bytes become a gigabyte by repeated doubling, and the generator would compute it if it is constant."""
     total = 0
     for info in infos:
         each = 0 if info is None else (8 if info[0] in (INT64, DOUBLE) else 4) * math.prod(info[1])
         total += each
         if each > max(MAX_FRAME, size) or total > MAX_GROWTH + 16 * size:
-            raise RefusedError(
+            raise RejectedError(
                 f"a compiled trunk may use {MAX_FRAME} bytes of stack, its values between nodes need more: too large"
             )
 
 
 def _safe(source: str) -> str:
-    """Every Gather stays within its table, whatever its index, and NaN is not lost in a ReLU or a maximum."""
+    """Clamp the index of every Gather, and let NaN pass through ReLU, maximum and minimum."""
     limited, count = re.subn(
         r"(gather_index \+= (\d+);\s*\})",
         r"\1 gather_index = gather_index < 0 ? 0 : gather_index >= \2 ? \2 - 1 : gather_index;",
         source,
     )
     if count != source.count("idx_t gather_index ="):
-        raise RefusedError("this version of emx-onnx-cgen writes Gather in a form that is not known here")
+        raise RejectedError("this version of emx-onnx-cgen writes Gather in an unknown form")
     kept = re.sub(r"return a > (0\.0f?) \? a : \1;", r"return a <= \1 ? \1 : a;", limited)
     return re.sub(r"if \((\S+) ([<>]) acc\) acc = \1;", r"if (\1 \2 acc || \1 != \1) acc = \1;", kept)
 
@@ -258,9 +258,9 @@ def main() -> int:
     except ImportError as error:  # such as a distribution's onnx that is too old for the generator
         print(f"emx-onnx-cgen is installed, but cannot be imported: {error}", file=sys.stderr)
         return 1
-    except RefusedError as error:
+    except RejectedError as error:
         print(error, file=sys.stderr)
-        return REFUSED
+        return REJECTED
     sys.stdout.write(source)
     return 0
 

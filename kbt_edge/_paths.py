@@ -21,7 +21,7 @@ FOLDERS: Final = {
 
 
 def installed(name: str) -> Path:
-    """A file that the package installs. An editable install keeps what is compiled away from what is written."""
+    """An installed file. An editable install has compiled files in another folder than sources."""
     folders = [Path(folder) for folder in kbt_edge.__path__]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         folders.append(Path(str(importlib.metadata.distribution("kbt-edge").locate_file("kbt_edge"))))

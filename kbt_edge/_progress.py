@@ -1,4 +1,4 @@
-"""How long work reports its progress: through a function that its caller passes."""
+"""Progress of long-running work, reported through a function that the caller passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arrays of one sample as the core reads them, and the error when it refuses them."""
+"""The arrays of one sample as the core reads them, and the error when it rejects them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kbt_edge._status import blob_error, status_error
 from kbt_edge.errors import NumericsError, RangeError, ShapeError
 from kbt_edge.settings import DTYPES, NOISES, OUTPUTS, noise_array
 
-__all__ = ["must_be_latest", "raise_refusal", "rows_of_h", "sample_noise", "targets"]
+__all__ = ["must_be_latest", "raise_rejection", "rows_of_h", "sample_noise", "targets"]
 
 
 def rows_of_h(h: Array, config: _core.Config) -> Array:
@@ -44,14 +44,14 @@ def targets(y: Array, lead: tuple[int, ...], config: _core.Config) -> Array:
 
 
 def sample_noise(name: str, value: npt.ArrayLike, config: _core.Config) -> Array:
-    """The noise of one sample, given instead of the head's own."""
+    """The noise of one sample, instead of the head's."""
     if NOISES[config.noise] == "multinomial":
         raise RangeError(f"{name}: expected None, as noise='multinomial' has no variance, got {value!r}")
     return noise_array(name, value, config)
 
 
 def must_be_latest(ticket: int, core: _core.Core) -> None:
-    """Converting an argument can run any code, and with it this head."""
+    """Check that the head was not used while arguments were converted, which can run any code."""
     if core.ticket != ticket:
         raise RangeError(
             "observe: the head was used while y or noise_var was being converted to an array, so the latest "
@@ -60,8 +60,8 @@ def must_be_latest(ticket: int, core: _core.Core) -> None:
         )
 
 
-def raise_refusal(status: int, arguments: Mapping[str, object], config: _core.Config) -> NoReturn:
-    """Raise the error that explains ``status`` from the arguments of the call. The core is not asked again."""
+def raise_rejection(status: int, arguments: Mapping[str, object], config: _core.Config) -> NoReturn:
+    """Raise the error that explains ``status`` by the arguments of the call, without calling the core again."""
     given = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
     if status == _core.E_NONFINITE:
         for name, value in given.items():

@@ -30,12 +30,12 @@ _BLOBS: Final[dict[int, str]] = {
     _core.E_BLOB_VERSION: "{what} of a newer format than this version reads; upgrade kbt-edge",
     _core.E_BLOB_CRC: "damaged {what}: its checksum is wrong",
     _core.E_BLOB_CONFIG: "{what} of another configuration",
-    _core.E_BLOB_VALUE: "{what} with values that cannot occur",
+    _core.E_BLOB_VALUE: "{what} with impossible values",
 }
 
 
 def status_error(status: int) -> KbtError:
-    """The error for a status about which nothing more is known."""
+    """The error for a status, without details of the call."""
     return _ERRORS.get(status, KbtError)(_core.status_str(status), status)
 
 

@@ -1,4 +1,4 @@
-"""The bundle: a folder with everything a model is, and nothing else.
+"""The bundle: a folder that holds a model.
 
     trunk.onnx     the frozen network, never rewritten
     head.kbt       configuration and learned state of the head; the only file that learning changes
@@ -9,8 +9,8 @@ may lead out of the folder, every size is limited before a byte is read, the JSO
 the files. The only error raised is ``BundleError``.
 
 ``write`` never breaks a bundle. In a new folder ``bundle.json`` comes last, and without it there is no bundle. In the
-bundle's own folder only ``head.kbt`` is replaced, by one atomic rename: whatever kills the process, the old state is
-there or the new one. A folder that holds another bundle is refused.
+bundle's own folder only ``head.kbt`` is replaced, by one atomic rename: if the process is killed,
+the old state is there or the new one. A folder that holds another bundle is rejected.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["FORMAT", "Bundle", "BundleInput", "find", "read", "write"]
 FORMAT: Final = 1
 TRUNK, HEAD, JSON = "trunk.onnx", "head.kbt", "bundle.json"
 
-# Limits far above any real bundle, which bound what a hostile one can make its reader allocate.
+# Limits far above any real bundle. They bound what a hostile one can allocate.
 MAX_JSON_BYTES: Final = 2**20
 MAX_HEAD_BYTES: Final = 2**28
 MAX_RANK: Final = 8
@@ -86,7 +86,7 @@ def find(name_or_path: str | os.PathLike[str]) -> Path:
     """The folder of a bundle: a path, or the name of a bundle shipped inside the package.
 
     "cartpole" is a folder of that name in the working directory, or the shipped bundle. If there are both, it is
-    refused: write "./cartpole" for the folder, "kbt_edge:cartpole" for the shipped one.
+    rejected: write "./cartpole" for the folder, "kbt_edge:cartpole" for the shipped one.
     """
     path = Path(name_or_path)
     if isinstance(name_or_path, str) and name_or_path.startswith(PREFIX):
@@ -149,7 +149,7 @@ def read(folder: str | os.PathLike[str]) -> Bundle:
 
 
 def write(folder: str | os.PathLike[str], bundle: Bundle) -> None:
-    """Save ``bundle``; in a folder that holds it already, only what has changed."""
+    """Save ``bundle``. In a folder that already holds it, only changed files are written."""
     folder = Path(folder)
     described = _describe(bundle)
     text = json.dumps(described, indent=2, ensure_ascii=False) + "\n"
@@ -168,11 +168,11 @@ def write(folder: str | os.PathLike[str], bundle: Bundle) -> None:
                 write_atomic(folder / JSON, text.encode())
 
 
-# What bundle.json says.
+# The content of bundle.json.
 
 
 def _describe(bundle: Bundle) -> dict[str, Any]:
-    """The content of bundle.json, from what the bundle holds. Nothing in it changes while the head learns."""
+    """The content of bundle.json. It does not change while the head learns."""
     config = _head_config(bundle.head)
     head: dict[str, Any] = {
         "bytes": len(bundle.head),
@@ -233,20 +233,20 @@ def _must_be_the_same(folder: Path, described: dict[str, Any]) -> None:
         raise BundleError(f"{folder}: holds another bundle ({where} is {that}, not {this}); save to a new folder")
 
 
-# The one form of bundle.json.
+# The format of bundle.json.
 
 
 def _read_json(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
-        raise BundleError(f"{folder}: expected the folder of a bundle, there is none")
+        raise BundleError(f"{folder}: no such folder; expected that of a bundle")
     path = folder / JSON
     if not path.exists():
-        raise BundleError(f"{folder}: {JSON} is missing: not a bundle, or a first save that never ended")
+        raise BundleError(f"{folder}: {JSON} is missing: not a bundle, or a first save that was interrupted")
     return _checked(_parse(_read_file(folder, JSON), path), path)
 
 
 def _parse(data: bytes, path: Path) -> Any:
-    def refuse(constant: str) -> NoReturn:
+    def reject(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is not a number")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -256,9 +256,9 @@ def _parse(data: bytes, path: Path) -> Any:
         return keys
 
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=reject)
     except RecursionError:
-        raise BundleError(f"{path}: expected three levels of JSON, got hundreds") from None
+        raise BundleError(f"{path}: nested too deeply; expected three levels of JSON") from None
     except ValueError as error:  # also UnicodeDecodeError, JSONDecodeError and integers of thousands of digits
         raise BundleError(f"{path}: not readable as JSON: {error}") from None
 
@@ -266,7 +266,7 @@ def _parse(data: bytes, path: Path) -> Any:
 def _checked(value: Any, path: Path) -> dict[str, Any]:
     check = _Check(path)
     if not isinstance(value, dict):
-        check.refuse("the whole", "an object", value)
+        check.reject("the whole", "an object", value)
     check.integer("format", value.get("format"), 1)
     if value["format"] > FORMAT:
         raise BundleError(
@@ -295,7 +295,7 @@ def _checked(value: Any, path: Path) -> dict[str, Any]:
             check.numbers(f"{where}.scale", entry["scale"], {1, entry["shape"][-1]}, 1 / MAX_MAGNITUDE)
     names = [entry["name"] for entry in trunk["inputs"]]
     if len(set(names)) != len(names):
-        check.refuse("trunk.inputs", "different names", names)
+        check.reject("trunk.inputs", "different names", names)
 
     head = value["head"]
     scaling = {"offset", "scale"} if isinstance(head, dict) and head.get("output") == "gaussian" else set()
@@ -311,13 +311,13 @@ def _checked(value: Any, path: Path) -> dict[str, Any]:
         check.numbers("head.offset", head["offset"], {1, head["widths"][-1]}, -MAX_MAGNITUDE)
         check.numbers("head.scale", head["scale"], {1, head["widths"][-1]}, 1 / MAX_MAGNITUDE)
     if head["widths"][0] != trunk["d"]:
-        check.refuse("head.widths[0]", f"trunk.d = {trunk['d']}", head["widths"][0])
+        check.reject("head.widths[0]", f"trunk.d = {trunk['d']}", head["widths"][0])
     if head["max_rows"] < trunk["rows"]:
-        check.refuse("head.max_rows", f"at least trunk.rows = {trunk['rows']}", head["max_rows"])
+        check.reject("head.max_rows", f"at least trunk.rows = {trunk['rows']}", head["max_rows"])
 
     made = value["made"]
     if not isinstance(made, dict) or len(made) > MAX_INPUTS:
-        check.refuse("made", f"an object of at most {MAX_INPUTS} texts", made)
+        check.reject("made", f"an object of at most {MAX_INPUTS} texts", made)
     for key, text in made.items():
         check.text("a key of made", key)
         check.text(f"made.{key}", text)
@@ -325,12 +325,12 @@ def _checked(value: Any, path: Path) -> dict[str, Any]:
 
 
 class _Check:
-    """Refuses a value that is not of the one form allowed at its place."""
+    """Rejects values that do not have the required form."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def refuse(self, where: str, expected: str, got: object) -> NoReturn:
+    def reject(self, where: str, expected: str, got: object) -> NoReturn:
         raise BundleError(f"{self._path}: {where}: expected {expected}, got {self.shown(got)}")
 
     @staticmethod
@@ -345,37 +345,37 @@ class _Check:
 
     def keys(self, where: str, value: object, expected: set[str]) -> None:
         if not isinstance(value, dict):
-            self.refuse(where, "an object", value)
+            self.reject(where, "an object", value)
         for key in sorted(expected ^ value.keys()):
             place = ascii(f"{where}.{key}".lstrip("."))[1:-1][:80]
             raise BundleError(f"{self._path}: {place} is {'missing' if key in expected else 'not a known field'}")
 
     def integer(self, where: str, value: object, low: int, high: int | None = None) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
-            self.refuse(where, f"an integer from {low}" + (f" to {high}" if high is not None else ""), value)
+            self.reject(where, f"an integer from {low}" + (f" to {high}" if high is not None else ""), value)
 
     def numbers(self, where: str, value: object, lengths: set[int], low: float) -> None:
         if not isinstance(value, list) or len(value) not in lengths:
-            self.refuse(where, f"a list of {' or '.join(map(str, sorted(lengths)))} numbers", value)
+            self.reject(where, f"a list of {' or '.join(map(str, sorted(lengths)))} numbers", value)
         for i, number in enumerate(value):
             good = isinstance(number, (int, float)) and not isinstance(number, bool)
             if not good or not low <= number <= MAX_MAGNITUDE or not math.isfinite(number):
-                self.refuse(f"{where}[{i}]", f"a number from {low:g} to {MAX_MAGNITUDE:g}", number)
+                self.reject(f"{where}[{i}]", f"a number from {low:g} to {MAX_MAGNITUDE:g}", number)
 
     def list(self, where: str, value: object, shortest: int, longest: int) -> None:
         if not isinstance(value, list) or not shortest <= len(value) <= longest:
-            self.refuse(where, f"a list of {shortest} to {longest}", value)
+            self.reject(where, f"a list of {shortest} to {longest}", value)
 
     def text(self, where: str, value: object, form: re.Pattern[str] | None = None) -> None:
         """Printable, so that showing it cannot move a terminal's cursor."""
         if not isinstance(value, str) or not 1 <= len(value) <= MAX_TEXT or not value.isprintable():
-            self.refuse(ascii(where)[1:-1], f"a printable text of at most {MAX_TEXT} characters", value)
+            self.reject(ascii(where)[1:-1], f"a printable text of at most {MAX_TEXT} characters", value)
         if form is not None and not form.fullmatch(value):
-            self.refuse(where, f"the form {form.pattern}", value)
+            self.reject(where, f"the form {form.pattern}", value)
 
     def choice(self, where: str, value: object, allowed: tuple[str, ...]) -> None:
         if value not in allowed:
-            self.refuse(where, " or ".join(allowed), value)
+            self.reject(where, " or ".join(allowed), value)
 
 
 # The files.
@@ -425,7 +425,7 @@ def _named(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _saving(folder: Path) -> Iterator[None]:
-    """Lock the folder. Only one process saves at a time, so temporary files in it were left by one that was killed."""
+    """Lock the folder. Only one process saves at a time, so temporary files are leftovers of a killed process."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -433,7 +433,7 @@ def _saving(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise BundleError(f"{folder}: another process is saving this bundle now") from None
         except OSError:
-            pass  # a file system without locks: then leftovers cannot be told from files in use, and stay
+            pass  # a file system without locks: leftovers cannot be told from files in use, so they stay
         else:
             for name in (TRUNK, HEAD, JSON):
                 for leftover in folder.glob(f".{name}.*.tmp"):

@@ -1,4 +1,4 @@
-"""The errors of kbt_edge. Each one says which argument was wrong, what was expected and what came."""
+"""The errors of kbt_edge. Each message says what is wrong, what was expected, and what to do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 class KbtError(Exception):
     """Base of every error raised on purpose by this package.
 
-    ``status`` is the number that the C core returned, or 0 when the call was refused before it reached the core.
+    ``status`` is the number that the C core returned, or 0 when the call was rejected before it reached the core.
     """
 
     def __init__(self, message: str, status: int = 0) -> None:
@@ -31,7 +31,7 @@ class ShapeError(KbtError, ValueError):
 
 
 class RangeError(KbtError, ValueError):
-    """A number or a choice lies outside what is allowed, or two settings contradict each other."""
+    """A number or a choice is out of range, or two settings contradict each other."""
 
 
 class DtypeError(KbtError, TypeError):

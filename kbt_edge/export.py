@@ -135,7 +135,7 @@ def export(
 
     ``readout`` is a ``torch.nn.Linear``, or a module that has its ``weight`` and ``bias`` and computes the same; a
     ``Conv1D`` keeps its weight transposed and is known by its name. What the head takes over is compared with it on the
-    inputs of ``export_trunk``. A batch of several samples is refused, as it would become the rows of one sample.
+    inputs of ``export_trunk``. A batch of several samples is rejected, as it would become the rows of one sample.
     """
     torch, _, _ = _train_extra()
     weight, bias = _weights(readout)
@@ -146,7 +146,7 @@ def export(
         report = export_trunk(module, examples, Path(folder, "trunk.onnx"), input_names=input_names)
         file = report.path.read_bytes()
     if "max_rows" not in settings:
-        _refuse_a_batch(torch, module, examples, report)
+        _reject_a_batch(torch, module, examples, report)
     _compare_readout(torch, module, readout, weight, bias, Trunk(file, backend="onnxruntime"), examples)
     head = Head(weight, bias, **{"max_rows": report.rows, **settings})
     how = {
@@ -182,7 +182,7 @@ def _weights(readout: torch.nn.Module) -> tuple[Array, Array | None]:
     return (weight.T if type(readout).__name__ == "Conv1D" and weight.ndim == 2 else weight), bias
 
 
-def _refuse_a_batch(
+def _reject_a_batch(
     torch: Any, module: torch.nn.Module, examples: tuple[torch.Tensor, ...], report: TrunkReport
 ) -> None:
     """Rows that come from the first axis of an input are those of one sample or a batch: only the caller knows."""

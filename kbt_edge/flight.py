@@ -1,13 +1,13 @@
 """Flight logs: recorded calls of a head in the field, replayed elsewhere to the same bits.
 
-    head.record(samples=1000)               # on the machine, once; then predict, observe and update as ever
+    head.record(samples=1000)               # on the machine, once; then predict, observe and update as usual
     head.save_flight_log("flight.kbtf")     # when something went wrong
 
-    log = FlightLog.load("flight.kbtf")     # on the desk
-    log.records["h"], log.records["nis"]    # what came in
+    log = FlightLog.load("flight.kbtf")     # elsewhere
+    log.records["h"], log.records["nis"]    # inputs and results
     log.replay().reproduced                 # the core of this machine reaches the same state
 
-The core writes, checks and replays logs (csrc/abi/flight_log.hpp has the format); this module only looks at them.
+The core writes, checks and replays logs (csrc/abi/flight_log.hpp has the format); this module reads them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class FlightLog:
 
     @cached_property
     def records(self) -> np.ndarray[Any, np.dtype[Any]]:
-        """A structured array: kind, rows, noise_count, status, samples, nis, h, y (or labels in its room), noise."""
+        """A structured array: kind, rows, noise_count, status, samples, nis, h, y (or labels in its place), noise."""
         c = self._config
         rows, d, outputs = c.max_rows, c.widths[0], c.widths[-1]
         noise = {"multinomial": 0, "adaptive": outputs, "constant": outputs * outputs}[NOISES[c.noise]]
@@ -109,7 +109,7 @@ class FlightLog:
         return np.frombuffer(self._data, dtype, self._records, self._at)
 
     def labels(self) -> Array:
-        """The class labels of the records whose kind says that they have some: (records, max_rows)."""
+        """The class labels, for records of the kinds that have labels: (records, max_rows)."""
         y = self.records["y"]
         flat = np.ascontiguousarray(y).view("<i4").reshape(len(y), -1)
         return flat[:, : y.shape[1]]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kbt_edge import _core
 from kbt_edge._arrays import Array, plain_array, real_array, shape_error
 from kbt_edge._files import read_bounded, write_atomic
-from kbt_edge._samples import must_be_latest, raise_refusal, rows_of_h, sample_noise, targets
+from kbt_edge._samples import must_be_latest, raise_rejection, rows_of_h, sample_noise, targets
 from kbt_edge._status import blob_error
 from kbt_edge.errors import BundleError, DtypeError, KbtError, RangeError, ShapeError
 from kbt_edge.results import Counters, Health, Layer, Prediction, Update
@@ -102,7 +102,7 @@ class Head:
     def from_means(
         cls, means: Sequence[npt.ArrayLike], *, max_memory: int = _MAX_MEMORY, **settings: Unpack[HeadSettings]
     ) -> Head:
-        """A head whose prior means are given: one (n, m + 1) array per layer, bias in the last column."""
+        """A head with the given prior means: one (n, m + 1) array per layer, bias in the last column."""
         head = cls.__new__(cls)
         dtype = checked_dtype(settings.get("dtype", DEFAULTS["dtype"]))
         arrays = [real_array(f"means[{i}]", mean, dtype) for i, mean in enumerate(entries("means", means))]
@@ -122,14 +122,14 @@ class Head:
     def predict(self, h: npt.ArrayLike) -> Prediction:
         """Mean and covariance of the output at ``h``, (d,) or (rows, d)."""
         result = self._core.predict(h)
-        if type(result) is Prediction:  # what the core makes, and quicker than isinstance
+        if type(result) is Prediction:  # faster than isinstance
             return result
         if result is None:  # not a plain array of the head's own dtype
             h = plain_array("h", h)
             result = self._core.predict(rows_of_h(h, self._core.config))
             if type(result) is Prediction:
                 return result
-        self._refused(result, {"h": h})
+        self._rejected(result, {"h": h})
 
     def update(self, h: npt.ArrayLike, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
         """Learn the target ``y`` at ``h``.
@@ -157,7 +157,7 @@ class Head:
     def _learn(
         self, result: Update | int | None, h: npt.ArrayLike | None, y: npt.ArrayLike, noise_var: npt.ArrayLike | None
     ) -> Update:
-        """Convert the arguments and learn, or raise the reason for a refusal. The core learns at most once."""
+        """Convert the arguments and learn, or raise an error. The core learns at most once."""
         if result is None:
             ticket = self._core.ticket
             h = None if h is None else plain_array("h", h)
@@ -173,7 +173,7 @@ class Head:
             result = self._core.learn(rows, targets(y, lead, self._core.config), noise)
             if isinstance(result, Update):
                 return result
-        self._refused(result, {"h": h, "y": y, "noise_var": noise_var})
+        self._rejected(result, {"h": h, "y": y, "noise_var": noise_var})
 
     # ---- what it knows -----------------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class Head:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory the head lives in. Nothing is allocated beyond them after construction."""
+        """Bytes of memory that the head uses. Nothing else is allocated after construction."""
         return self._core.nbytes
 
     @property
@@ -217,13 +217,13 @@ class Head:
         return Counters(*self._core.counters())
 
     def health(self) -> Health:
-        """Whether the errors are as large as the head says: a running average of its NIS, its band, and a verdict."""
+        """Whether the errors are as large as predicted: a running average of the NIS, its band, and a verdict."""
         found = self._core.health()
         return Health(_core.VERDICTS[found[0]], *found[1:], self.counters)
 
     @property
     def config(self) -> dict[str, Any]:
-        """The settings, as the keywords of ``Head`` spell them."""
+        """The settings, as the keywords of ``Head``."""
         return described(self._core.config)
 
     def __repr__(self) -> str:
@@ -244,8 +244,8 @@ class Head:
     def from_bytes(cls, blob: bytes, *, max_memory: int | None = None) -> Head:
         """The head that ``to_bytes`` wrote, bit for bit.
 
-        max_memory   how many bytes it may take (``nbytes``). None: 128 MiB plus 64 times the blob, as an untrusted
-                     blob of a few bytes can ask for any number of rows
+        max_memory   the limit for its ``nbytes``. None: 128 MiB plus 64 times the size of the blob, because a few
+                     untrusted bytes can ask for any number of rows
         """
         blob = _bytes(blob)
         config = _core.state_config(blob)
@@ -263,7 +263,7 @@ class Head:
         return head
 
     def restore(self, blob: bytes) -> None:
-        """Take over a state saved by a head of the same configuration. All or nothing."""
+        """Load a state saved by a head of the same configuration. On error nothing changes."""
         self._must(self._core.load(_bytes(blob)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -292,10 +292,10 @@ class Head:
     # ---- flight recorder ---------------------------------------------------------------------------------------------
 
     def record(self, samples: int = 1000) -> None:
-        """Record every call from now on, refused samples included, to be replayed later (docs/flight.md).
+        """Record every call from now on, rejected samples included, to be replayed later (docs/flight.md).
 
         Memory is fixed: the latest ``samples`` / 2 to ``samples`` calls of update and observe, and two copies of the
-        posterior. A new prior or a restored state begins the recording anew; so does calling this again.
+        posterior. A new prior, a restored state or another call of this restarts the recording.
         """
         count = integer("samples", samples, 2, 1 << 30)
         try:
@@ -339,11 +339,11 @@ class Head:
 
     def _must(self, status: int) -> None:
         if status:
-            self._refused(status)
+            self._rejected(status)
 
-    def _refused(self, result: object, arguments: Mapping[str, object] | None = None) -> NoReturn:
+    def _rejected(self, result: object, arguments: Mapping[str, object] | None = None) -> NoReturn:
         """Raise the error for a status that the core returned."""
-        raise_refusal(result if isinstance(result, int) else 0, arguments or {}, self._core.config)
+        raise_rejection(result if isinstance(result, int) else 0, arguments or {}, self._core.config)
 
 
 def memory_limit(blob: bytes) -> int:

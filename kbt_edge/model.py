@@ -24,7 +24,7 @@ from kbt_edge import _core
 from kbt_edge import bundle as bundles
 from kbt_edge._arrays import Array, cast, check_finite, check_real, plain_array, shape_error
 from kbt_edge._files import read_bounded
-from kbt_edge._samples import must_be_latest, raise_refusal, sample_noise, targets
+from kbt_edge._samples import must_be_latest, raise_rejection, sample_noise, targets
 from kbt_edge.bundle import Bundle
 from kbt_edge.errors import BundleError, NumericsError, RangeError, ShapeError
 from kbt_edge.head import Head, Prediction, Update
@@ -40,8 +40,7 @@ Inputs = npt.ArrayLike | Sequence[npt.ArrayLike] | Mapping[str, npt.ArrayLike]
 class Model:
     """A trunk, a head, and the scaling around them. One object belongs to one thread.
 
-    A copy, or a model that was pickled, has a head and a trunk of its own. It starts without a prediction to observe,
-    and without a folder to save to.
+    A copied or unpickled model has its own head and trunk. It has no prediction to observe and no folder to save to.
 
     trunk           the ONNX file: its path or its bytes
     head            the ``Head`` that reads the trunk's rows
@@ -49,7 +48,7 @@ class Model:
     input_scale     for several inputs a dict by name. Token ids are not scaled
     output_offset   y = output_offset + output_scale · u, with u the head's output: a number, or one per output.
     output_scale    Probabilities (softmax) are not scaled
-    made            how the model came about, as short texts; kept in the bundle
+    made            how the model was made, as short texts; kept in the bundle
     backend, providers, cache_dir   how the trunk runs, see ``Trunk``
     """
 
@@ -105,7 +104,7 @@ class Model:
         self._policy = self._make_policy()
 
     def _make_policy(self) -> _core.Policy:
-        """The model in C, around the buffers of the trunk where they are known: then one call does a whole step."""
+        """The model in C. If the trunk is a C function of one input, one call does a whole step."""
         ends = self._trunk.pipeline_ends()
         if ends is None:
             address, self._h = 0, np.zeros((self._trunk.rows, self._trunk.d), np.float32)
@@ -129,12 +128,12 @@ class Model:
             if type(result) is Prediction:
                 return result
             if result is not None:
-                self._refused(result, x)
-        values = self._values(x)  # not a plain array, or no C function: Python converts it and runs the trunk
+                self._rejected(result, x)
+        values = self._values(x)  # not a plain array, or no C function: convert it and run the trunk from Python
         self._run(values)
         result = self._policy.predict_rows()
         if not isinstance(result, Prediction):
-            self._refused(result, values)
+            self._rejected(result, values)
         return result
 
     def observe(self, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
@@ -148,7 +147,7 @@ class Model:
             if type(result) is Update:
                 return result
             if result is not None:
-                self._refused(result, y=y)
+                self._rejected(result, y=y)
         ticket = self._head.core.ticket
         target, noise = plain_array("y", y), None if noise_var is None else plain_array("noise_var", noise_var)
         must_be_latest(ticket, self._head.core)
@@ -161,17 +160,17 @@ class Model:
         return self._learn(values, target, noise)
 
     def _learn(self, x: list[Array] | None, y: Array, noise_var: Array | None) -> Update:
-        """At ``x``, or at the latest prediction. No code of the user's runs from here on: buffers are used again."""
+        """Learn at ``x``, or at the latest prediction. Runs no user code, which could overwrite the buffers."""
         target, noise = self._target(y), self._noise(noise_var)
         if x is not None:
             self._run(x)
         result = self._policy.learn(x is not None, target, noise)
         if not isinstance(result, Update):
-            self._refused(result, x or (), y)
+            self._rejected(result, x or (), y)
         return result
 
-    def _refused(self, result: object, x: Sequence[Any] = (), y: Any = None) -> NoReturn:
-        """Raise what a refusal means for the arguments of the call, in their own units. Nothing runs again."""
+    def _rejected(self, result: object, x: Sequence[Any] = (), y: Any = None) -> NoReturn:
+        """Raise the error for a rejected call, in the units of its arguments. Nothing runs again."""
         if result == _core.E_OWNER:
             raise RangeError(
                 "observe: expected a prediction of this model before it; the latest was made by its head, or by "
@@ -194,18 +193,18 @@ class Model:
         if result in (_core.E_TRUNK_INPUT, _core.E_TRUNK_OUTPUT):
             sizes = ", ".join(f"|{name}| up to {np.abs(value).max():.3g}" for name, value in given.items())
             raise NumericsError(f"trunk: expected an input for which its output is finite, got {sizes}")
-        raise_refusal(result if isinstance(result, int) else 0, given, self._head.core.config)
+        raise_rejection(result if isinstance(result, int) else 0, given, self._head.core.config)
 
     # ---- the units of the head ---------------------------------------------------------------------------------------
 
     def features(self, *x: Inputs) -> Array:
-        """What the head gets at ``x``: h, (d,) or (rows, d) if the trunk has several rows. A copy."""
+        """The input h of the head at ``x``: (d,), or (rows, d) if the trunk has several rows. A copy."""
         self._run(self._values(x))
         h: Array = self._h.astype(self._head.config["dtype"])
         return h[0] if self._trunk.rows == 1 else h
 
     def to_head_units(self, y: npt.ArrayLike) -> Array:
-        """What the head learns of ``y``: (y - output_offset) / output_scale, or the labels of a softmax. A copy."""
+        """``y`` in the units of the head: (y - output_offset) / output_scale, or the labels of a softmax. A copy."""
         given = plain_array("y", y)
         if not self._gaussian:
             return np.array(targets(given, self._lead, self._head.core.config))
@@ -250,7 +249,7 @@ class Model:
 
     @property
     def made(self) -> dict[str, str]:
-        """How the model came about."""
+        """How the model was made."""
         return dict(self._made)
 
     def __repr__(self) -> str:
@@ -275,7 +274,7 @@ class Model:
     ) -> Model:
         """The model of a bundle: its folder, or the name of one that ships with the package.
 
-        "cartpole" is refused if a folder of that name holds a bundle too: write "./cartpole" or "kbt_edge:cartpole".
+        "cartpole" is rejected if a folder of that name holds a bundle too: write "./cartpole" or "kbt_edge:cartpole".
         """
         folder = bundles.find(name_or_path)
         found = bundles.read(folder)
@@ -306,12 +305,12 @@ class Model:
     def save(self, path: str | os.PathLike[str] | None = None) -> Path:
         """Save the model as a bundle: to ``path``, or to where it was loaded from or saved before.
 
-        There only the head's state is replaced, in one step that no power cut can break. A new folder is made whole. A
-        folder that holds another bundle is refused. Returns the folder.
+        There only the head's state is replaced, atomically. A folder that holds another bundle is rejected. Returns the
+        folder.
         """
         folder = self._folder if path is None else Path(path)
         if folder is None:
-            raise BundleError("path: expected a folder, as this model has none of its own yet; got None")
+            raise BundleError("path: expected a folder, as this model was never saved")
         if str(folder).startswith(bundles.PREFIX):
             raise BundleError(f"path: expected a folder, got {folder}, the name of a bundle of the package")
         bundles.write(folder, self.bundle())
@@ -333,13 +332,13 @@ class Model:
         )
 
     def _values(self, x: tuple[Any, ...]) -> list[Array]:
-        """One plain array per input. Converting can run any code, so all of it is done before the trunk is used."""
-        if len(x) == len(self._inputs) == 1 and type(x[0]) is np.ndarray:  # the way of a control loop
+        """One plain array per input. Conversion can run any code, so it comes before the trunk is used."""
+        if len(x) == len(self._inputs) == 1 and type(x[0]) is np.ndarray:  # the usual case in a control loop
             return list(x)
         return [plain_array(entry.name, value) for entry, value in zip(self._inputs, self._unpacked(x), strict=True)]
 
     def _run(self, values: list[Array]) -> None:
-        """The trunk at ``values``. Its rows are in the policy's h afterwards."""
+        """Run the trunk at ``values``. Its rows are then in the policy's h."""
         scaled = []
         for i, (entry, value) in enumerate(zip(self._inputs, values, strict=True)):
             if entry.is_real:
@@ -347,13 +346,13 @@ class Model:
             scaled.append(entry.buffer if entry.is_real else value)
         try:
             h = self._trunk(*scaled)
-        except NumericsError:  # in the units of the network
-            self._refused(_core.E_TRUNK_INPUT, values)
+        except NumericsError:  # its message is in the units of the network
+            self._rejected(_core.E_TRUNK_INPUT, values)
         if h is not self._h:
             np.copyto(self._h, h)
 
     def _scale_input(self, i: int, value: Array) -> None:
-        """To the buffer of input i. What is not finite, or becomes so, is refused where it is used."""
+        """Scale to the buffer of input i. Numbers that are not finite are rejected later."""
         entry = self._inputs[i]
         check_real(entry.name, value)
         if value.shape not in entry.shapes:
@@ -361,7 +360,7 @@ class Model:
         self._policy.scale_input(i, cast(entry.name, value, np.float64))
 
     def _target(self, y: Array) -> Array:
-        """``y`` as the core takes it, still in physical units: float64, or int32 labels."""
+        """``y`` as the core reads it, still in physical units: float64, or int32 labels."""
         if not self._gaussian:
             target = targets(y, self._lead, self._head.core.config)
             return target if target.dtype == np.int32 else target.astype(np.float64)
@@ -373,7 +372,7 @@ class Model:
         return cast("y", y, np.float64).reshape(expected)
 
     def _noise(self, noise_var: Array | None) -> Array | None:
-        """``noise_var`` as the core takes it, checked as what the head will get."""
+        """``noise_var`` as the core reads it, checked in the units of the head."""
         if noise_var is None:
             return None
         scaled = scaled_noise(noise_var, per_output(self._scale, self._head.d_o))
@@ -410,7 +409,7 @@ def _again(
     scaling: tuple[Scaling, Scaling, Array, Array],
     made: dict[str, str],
 ) -> Model:
-    """A model like another one of this process, or like one that was pickled."""
+    """A copied or unpickled model."""
     model = cls.__new__(cls)
     model._assemble(file, how, Head.from_bytes(head[0], max_memory=head[1]), *scaling, made)
     return model
@@ -418,7 +417,7 @@ def _again(
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Put the file in front of what is wrong with it."""
+    """Put the name of the file in front of the error message."""
     try:
         yield
     except BundleError as error:

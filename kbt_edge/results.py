@@ -1,4 +1,4 @@
-"""What a head answers: predictions, updates, and how it is doing."""
+"""The results of a head: predictions, updates, and its health."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Verdict = Literal["too few samples", "consistent", "overconfident", "underconfid
 
 @final
 class Prediction(NamedTuple):
-    """What the head believes about an output, and how sure it is."""
+    """The predicted output and its uncertainty."""
 
     mean: Array
     """(d_o,) or (rows, d_o)"""
@@ -49,7 +49,7 @@ class Prediction(NamedTuple):
 
 @final
 class Update(NamedTuple):
-    """What one sample told the head, judged before learning from it."""
+    """How well a sample was predicted before it was learned."""
 
     status: Literal["ok", "gated"]
     """``"ok"``, or ``"gated"`` when the innovation gate rejected the sample."""
@@ -67,24 +67,24 @@ class Counters(NamedTuple):
     gated: int
     """Samples rejected by the gate."""
     floored: int
-    """Variances held at a floor, and steps left out, because rounding had taken the rest."""
+    """Variances held at a floor, and steps skipped, because only rounding error was left."""
 
 
 class Health(NamedTuple):
-    """Whether the head's errors are as large as it says; see docs/health.md. Not part of the saved state."""
+    """Whether the errors are as large as predicted; see docs/health.md. Not part of the saved state."""
 
     verdict: Verdict
-    """``"consistent"``: the average is inside the band. ``"overconfident"``: errors are larger than the head says, or
+    """``"consistent"``: the average is inside the band. ``"overconfident"``: errors are larger than predicted, or
     the gate rejects more than outliers. ``"underconfident"``: they are smaller. ``"diverging"``: far beyond the band
     and growing, or most samples rejected, or variances blown up. ``"too few samples"``: fewer than 30 since the prior,
-    the noise or the state was set. ``"no band"``: rule "replace", whose average is not known beforehand."""
+    the noise or the state was set. ``"no band"``: rule "replace", whose expected average is unknown."""
     seen: int
     """Samples in the average."""
     average: float
     """Running average over 200 samples. Gaussian: NIS / (rows * d_o), expected 1. Softmax: surprise -log p(y) less the
     entropy of the prediction, nats a row, expected 0."""
     low: float
-    """The average of a head that is right lies between ``low`` and ``high`` in 99.9 % of checks."""
+    """The average of a consistent head lies between ``low`` and ``high`` in 99.9 % of checks."""
     high: float
     gated: float
     """Recent share of samples that the gate rejected."""

@@ -1,4 +1,4 @@
-"""The scaling around a model: checks what the user gives, and describes it to the core.
+"""The scaling of a model's inputs and outputs: checks of the arguments.
 
 The trunk gets (x - mean) / scale, and the head's output u means y = offset + scale · u. The arithmetic itself is in
 csrc/abi/policy.c.
@@ -81,7 +81,7 @@ def scaled_noise(noise_var: npt.ArrayLike, scales: Array) -> Array:
 
 
 def log_scale_of(scale: Sequence[float], rows: int) -> float:
-    """What a log density loses in physical units: the logarithm of every scale, once per row."""
+    """The difference of a log density in physical units: the logarithm of every scale, once per row."""
     return sum(rows * math.log(value) for value in scale)
 
 
@@ -102,7 +102,7 @@ def numbers(name: str, value: npt.ArrayLike, features: int, low: float) -> Array
 
 
 def _by_input(name: str, value: Scaling, specs: tuple[TensorSpec, ...], neutral: float) -> dict[str, npt.ArrayLike]:
-    """The scaling of each input; a number goes for all that hold real numbers."""
+    """The scaling of each input. A single number is for all inputs of real numbers."""
     scalable = [spec.name for spec in specs if spec.dtype == "float32"]
     if isinstance(value, Mapping):
         given = dict(value)

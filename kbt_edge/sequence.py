@@ -9,7 +9,7 @@ Write Y = [start, y_1 … y_n]. Step i of the paper's Algorithm 1 runs T1(X, Y[1
 Y[2..i+1] as targets. Which of these rows are learned:
 
     "unique"   one row per token, from a single run of T1. Right for a causal trunk, where the rows of step i are the
-               first i of step n; refused for another, whose rows would have seen their own targets
+               first i of step n; rejected for another, whose rows would have seen their own targets
     "paper"    Algorithm 1 as printed: all rows of all steps, n (n + 1) / 2 of them. On a causal trunk this counts the
                first tokens n times
     "stream"   the last row of each step, one update after the other: memory for one row, however long Y is
@@ -53,7 +53,7 @@ class Sequences:
              ``Trunk`` or any function (source ids, target ids) → (len(target), d). The head has a softmax output over
              the target tokens
     start    the token in front of every target, Y[1]
-    pad      the token that the trunk ignores in a source, refused in what is given here; None if there is none
+    pad      the token that the trunk ignores in a source, rejected in what is given here; None if there is none
     rows     "unique" (default for a causal trunk), "paper" (default for another) or "stream"
     """
 
@@ -171,7 +171,7 @@ class Sequences:
         return self._head.predict(self._h[0])
 
     def _stream(self, source: Tokens, inputs: Tokens, target: Tokens, noise_var: npt.ArrayLike | None) -> Update:
-        """Row after row; all of them, or none if one is refused."""
+        """Row after row; all of them, or none if one is rejected."""
         rows = self._trunk(source, inputs).copy() if self._causal else None
         before = self._head.to_bytes()
         learned, nis, log_likelihood = False, 0.0, 0.0

@@ -1,6 +1,6 @@
 """The settings of a head: their types and defaults, and how they become a configuration of the core.
 
-The core decides which settings are valid (``kbt_config_check``); this module converts them and explains a refusal.
+The core decides which settings are valid (``kbt_config_check``); this module converts them and explains errors.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ _READOUT_VAR: Final = {"gaussian": 10.0, "softmax": 0.1}  # last layer
 _COPIES_VAR: Final = 1e-6  # layers below
 _NOISE_VAR: Final = 1e-2
 
-# What the core accepts, in words for its refusals.
+# What the core accepts, for error messages.
 _ACCEPTED: Final = {
     "max_rows": "1..1048576",
     "relu_order": "2..12",
@@ -184,7 +184,7 @@ def noise_array(name: str, value: npt.ArrayLike, config: _core.Config) -> Array:
 
 
 def _check(config: _core.Config, given: HeadSettings) -> None:
-    """Ask the core, and explain what it refuses."""
+    """Let the core check the settings, and explain what is wrong."""
     status, field = config.check()
     if not status:
         return

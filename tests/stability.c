@@ -2,7 +2,7 @@
  *
  *   stability <scenario> <covariance> <layers> <outputs> <updates> <file>
  *
- * Writes the final states to <file>.float32 and <file>.float64. Fails at the first update that is refused or gives a
+ * Writes the final states to <file>.float32 and <file>.float64. Fails at the first update that is rejected or gives a
  * non-finite result, and when it finds a non-finite mean or a negative or non-finite factor (looked for every 1000
  * updates). Prints the average NIS of the float32 head. The target is linear in h, with noise of the variance R that
  * the head is told. Scenarios: plain       nothing else; R = 1e-2 drift       the truth walks; R = 1e-2, forgetting
@@ -52,7 +52,7 @@ static double learn(kbt_head *head, int single, const double *h, const double *y
   for (i = 0; i < D; ++i) h32[i] = (float)h[i];
   for (i = 0; i < OUTPUTS; ++i) y32[i] = (float)y[i];
   if (kbt_update(head, single ? (const void *)h32 : h, 1, single ? (const void *)y32 : y, NULL, 0, &result)) {
-    fail("kbt_update refused", update);
+    fail("kbt_update rejected", update);
   }
   if (!isfinite(result.nis) || !isfinite(result.log_likelihood)) fail("result is not finite", update);
   return result.nis;

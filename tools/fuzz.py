@@ -80,7 +80,7 @@ class Outcome:
     last_coverage: int = 0
     findings: int = 0
     cpu_seconds: float = 0.0
-    tally: Counter[str] = field(default_factory=Counter)  # what a target has counted itself, such as calls refused
+    tally: Counter[str] = field(default_factory=Counter)  # what a target has counted itself, such as calls rejected
 
 
 def fuzz(target: Target, seconds: int, runs: int, jobs: int, seed: int, work: Path) -> Outcome:

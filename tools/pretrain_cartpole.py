@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from training import fit
+from training import add_options, fit
 
 from kbt_edge.export import export
 from kbt_edge.networks import DecisionTransformer
@@ -73,10 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="file for the weights (.npz)")
     parser.add_argument("--bundle", type=Path, help="folder for the bundle: the network's trunk and a Bayesian head")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--batch", type=int, default=256)
+    add_options(parser, seed=1, steps=6000, learning_rate=1e-3, batch=256)
     args = parser.parse_args()
 
     torch.set_num_threads(1)  # the network is too small to share out, and one thread always adds in one order

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from training import fit
+from training import add_options, fit
 
 from kbt_edge.export import export_trunk
 from kbt_edge.model import Model
@@ -95,10 +95,7 @@ def choose(title: str, candidates: Sequence[Setting], score: Callable[[Setting],
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of the new bundle")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--batch", type=int, default=64)
+    add_options(parser, seed=0, steps=2000, learning_rate=3e-3, batch=64)
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f"{args.out} exists already")

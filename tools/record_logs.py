@@ -138,7 +138,7 @@ def main() -> int:
     if options.accept_change is not None and len(options.accept_change.split()) < 3:
         parser.error("--accept-change: expected a reason of three words or more")
     expected = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {"logs": {}, "history": []}
-    refused = False
+    rejected = False
     for name in options.names or RECORDED:
         path, known = LOGS / f"{name}.kbtf", expected["logs"].get(name)
         data = RECORDED[name]().flight_log()
@@ -151,11 +151,11 @@ def main() -> int:
             expected["history"].append({**entry, "after": made["state"], "reason": reason})
             print(f"{name}: {len(data)} bytes, {made['records']} records, state {made['state']}")
         elif made != known:
-            refused = True
+            rejected = True
             print(f"{name}: state {made['state']}, {known['state']} expected; left alone", file=sys.stderr)
         else:
             print(f"{name}: as it was")
-    if refused:
+    if rejected:
         print("give --accept-change REASON if the core is meant to compute something else now", file=sys.stderr)
         return 1
     EXPECTED.write_text(json.dumps(expected, indent=1) + "\n")

@@ -3,7 +3,7 @@
     python tools/soak.py [--updates 10000000] [--scenario NAME ...]
 
 Runs every scenario in float32 and float64 side by side and prints how far they end apart. Exits with 1 when a run met
-anything refused, non-finite or negative, ended more than 5 % (--within) from its float64 twin, or has an average NIS
+anything rejected, non-finite or negative, ended more than 5 % (--within) from its float64 twin, or has an average NIS
 outside its band although its model is correct.
 """
 

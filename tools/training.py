@@ -1,11 +1,19 @@
-"""The training loop of the tools that make networks."""
+"""What the tools that train networks share: options and the training loop."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 
 import torch
+
+
+def add_options(parser: argparse.ArgumentParser, seed: int, steps: int, learning_rate: float, batch: int) -> None:
+    parser.add_argument("--seed", type=int, default=seed)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--learning-rate", type=float, default=learning_rate)
+    parser.add_argument("--batch", type=int, default=batch)
 
 
 def fit(

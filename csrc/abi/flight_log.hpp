@@ -5,8 +5,8 @@
 //              u64 hash of the final state, u32 bytes of a record, u32 0
 //          80  base state, a blob as of kbt_state_save
 //              records: i32 kind, i32 given, i32 rows, i32 noise count, i32 status, i32 0, u64 samples, f64 nis,
-//              max_rows x d numbers of h, max_rows x d_o of y (or labels in the same room), then the noise. What a
-//              record does not use of its room is zero.
+//              max_rows x d numbers of h, max_rows x d_o of y (or labels in their place), then the noise. Unused
+//              numbers of a record are zero.
 #pragma once
 
 #include "engine.hpp"
@@ -43,7 +43,7 @@ struct Room {
   std::size_t bytes() const { return sizeof(FlightRecord) + numbers() * element; }
 };
 
-// How much of its room a record uses: what the core may have read, and no more.
+// How many numbers of a record are used: only those that the core may have read.
 struct Used {
   Index rows, h, y, labels, noise;
 

@@ -1,4 +1,4 @@
-// health.hpp - the verdict on a head: whether its errors are as large as it says (watch.hpp keeps the average).
+// health.hpp - the verdict: are the errors as large as predicted? watch.hpp keeps the average.
 #pragma once
 
 #include "head.hpp"
@@ -6,12 +6,12 @@
 namespace kbt {
 
 constexpr double kBandZ = 3.2905;      // two-sided 99.9 % of a normal variable
-constexpr double kBandSlack = 0.01;    // nats: a softmax that claims nothing has a band of no width
-constexpr std::uint64_t kFewest = 30;  // samples before anything is said
-constexpr double kOutliers = 0.1;      // share of outliers that is a gate's own business
-constexpr double kFarRatio = 9.0;      // far beyond the band: errors of three times the deviation it would allow
-constexpr double kFarNats = 2.302585;  // softmax: labels ten times less probable than was said
-constexpr double kGrowth = 1.5;        // the recent average over the whole one
+constexpr double kBandSlack = 0.01;    // nats: the band of a completely uncertain softmax would have zero width
+constexpr std::uint64_t kFewest = 30;  // samples before there is a verdict
+constexpr double kOutliers = 0.1;      // share of rejected samples that is normal for a gate
+constexpr double kFarRatio = 9.0;      // far beyond the band: errors of three times the deviation
+constexpr double kFarNats = 2.302585;  // softmax: labels ten times less probable than predicted
+constexpr double kGrowth = 1.5;        // ratio of the recent average to the whole one
 constexpr double kBlownUp = 100.0;     // times the largest variance of prior and noise
 
 // Quantile of a variable with mean 0 and these moments: a shifted gamma distribution with its chi-square quantile after
@@ -26,13 +26,13 @@ inline double quantile(double z, double variance, double third) {
   return deviation * std::sqrt(0.5 * dof) * (cube - 1.0);
 }
 
-// What a gate leaves of a chi-square variable with K degrees of freedom: how often it rejects, and mean and variance of
-// the rest over those of the whole. E x^n below the gate is that of K + 2n degrees, and tail(K + 2) = tail(K) +
-// term(K).
+// A chi-square variable with K degrees of freedom, cut off at a gate: the probability above the gate, and mean and
+// variance of the rest relative to the whole. E x^n below the gate is that of K + 2n degrees, and tail(K + 2) = tail(K)
+// + term(K).
 struct Truncated {
   double rejected = 0.0, mean = 1.0, variance = 1.0;
   Truncated(double gate, Index K) {
-    if (!(gate > 0.0) || gate > 1400.0 || K < 1) return;  // beyond, a double has no room for exp(-gate / 2)
+    if (!(gate > 0.0) || gate > 1400.0 || K < 1) return;  // beyond, exp(-gate / 2) underflows
     const bool even = K % 2 == 0;
     const double density = exp_negative(-0.5 * gate);
     double tail = even ? density : 2.0 * relu_unit(-std::sqrt(gate), 1.0).gate;
@@ -43,7 +43,7 @@ struct Truncated {
     }
     rejected = tail;
     const double left = 1.0 - tail, dof = static_cast<double>(K);
-    if (left < 1e-3) return;  // a gate that nothing passes
+    if (left < 1e-3) return;  // a gate that rejects everything
     mean = 1.0 - term / left;
     const double next = mean - term * gate / (dof + 2.0) / left;
     variance = 0.5 * ((dof + 2.0) * next - dof * mean * mean);
@@ -62,7 +62,7 @@ void measure_variances(const Head<T> &head, kbt_health &health) {
   }
 }
 
-// The largest variance that prior and noise speak of.
+// The largest variance in prior and noise.
 template <class T>
 double variance_scale(const Head<T> &head) {
   double scale = 0.0;
@@ -80,7 +80,7 @@ inline kbt_verdict verdict(const kbt_config &cfg, const kbt_watch &watch, const 
   if (cfg.rule == KBT_REPLACE) return KBT_NO_BAND;
   if (watch.seen < kFewest && watch.offered < kFewest) return KBT_TOO_FEW;
 
-  // Of the samples that a head which is right would accept, how many were rejected.
+  // The share of rejected samples among those that a consistent head would accept.
   const double passing = 1.0 - expected_gated;
   const double rejected = passing > 0.0 ? (health.gated - expected_gated) / passing : 0.0;
   const double offered = static_cast<double>(watch.offered < kWindow ? watch.offered : 2 * kWindow - 1);

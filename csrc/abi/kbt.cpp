@@ -41,7 +41,7 @@ kbt_status learn(kbt_head *head, const kbt_sample &sample, kbt_result *result) {
   return status;
 }
 
-// The whole state is another one now.
+// The whole state was replaced.
 kbt_status replaced(kbt_head *head, kbt_status status) {
   if (status == KBT_OK && head->tap != nullptr) head->tap->replaced(head->tap);
   return status;
@@ -137,7 +137,7 @@ const char *kbt_status_str(kbt_status status) {
     case KBT_E_ALIGN: return "the arena is not aligned";
     case KBT_E_ROWS: return "rows outside 1..max_rows";
     case KBT_E_NONFINITE: return "an input holds NaN or Inf";
-    case KBT_E_RANGE: return "an input is so large that the result would be infinite or rounding alone";
+    case KBT_E_RANGE: return "an input is so large that the result would overflow or be mere rounding error";
     case KBT_E_NOISE: return "the noise has the wrong count, is negative, or is not allowed here";
     case KBT_E_LABEL: return "a class label is out of range, or the head is not a softmax";
     case KBT_E_ORDER: return "observe needs a prediction before it";
@@ -147,8 +147,8 @@ const char *kbt_status_str(kbt_status status) {
     case KBT_E_BLOB_VERSION: return "the state blob has a newer format";
     case KBT_E_BLOB_CRC: return "the state blob is damaged";
     case KBT_E_BLOB_CONFIG: return "the state blob is of another configuration";
-    case KBT_E_BLOB_VALUE: return "the state blob holds values that no head can have";
-    case KBT_E_TRUNK_INPUT: return "the network refused an input";
+    case KBT_E_BLOB_VALUE: return "the state blob holds impossible values";
+    case KBT_E_TRUNK_INPUT: return "the network rejected an input";
     case KBT_E_TRUNK_OUTPUT: return "the network's output is not finite";
     case KBT_E_OWNER: return "the latest prediction was made by another policy, or by the head itself";
   }

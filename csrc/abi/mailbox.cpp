@@ -7,17 +7,17 @@
 
 namespace {
 
-// What belongs to a copy of the learned numbers.
+// Stored with each copy of the learned numbers.
 struct Slot {
   std::uint64_t samples;
   bool noise_is_matrix;
 };
-constexpr std::uint32_t kFresh = 4;  // flag beside a slot number: posted and not yet taken
+constexpr std::uint32_t kFresh = 4;  // flag next to a slot number: posted and not yet taken
 constexpr std::uint32_t kSlots = 3;
 
 }  // namespace
 
-// Constants, the learner's data, the shared index and each side's own index lie in cache lines of their own, so that
+// Constants, the learner's data, the shared index and each side's own index have their own cache lines, so that
 // neither side slows the other down. The copies follow the struct.
 struct kbt_mailbox {
   kbt_config cfg;

@@ -84,9 +84,9 @@ kbt_status kbt_policy_features(kbt_policy *p, const void *const *x) {
       p->network_inputs[i] = p->inputs[i].scaled;
     }
   }
-  const int refused = p->trunk(p->context, p->network_inputs, p->h);
-  if (refused == 0) return KBT_OK;
-  return refused == 1 ? KBT_E_TRUNK_INPUT : KBT_E_TRUNK_OUTPUT;
+  const int failed = p->trunk(p->context, p->network_inputs, p->h);
+  if (failed == 0) return KBT_OK;
+  return failed == 1 ? KBT_E_TRUNK_INPUT : KBT_E_TRUNK_OUTPUT;
 }
 
 kbt_status kbt_policy_predict(kbt_policy *p, const void *const *x, double *mean, double *cov, double *total_var) {
@@ -138,7 +138,7 @@ static kbt_status noise_for_head(const kbt_policy *p, const double **noise, int3
   return KBT_OK;
 }
 
-/* A prediction of others has other units, and perhaps other rows. */
+/* A prediction by the head itself or by another policy has other units, and perhaps other rows. */
 static kbt_status may_observe(const kbt_policy *p) {
   const int32_t waiting = kbt_predicted_rows(p->head);
   const int foreign = waiting != p->rows || (p->latest != NULL && *p->latest != p);

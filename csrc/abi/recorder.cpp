@@ -1,4 +1,4 @@
-// recorder.cpp - the flight recorder: keeps what came in, and writes it as a log that replays to the same bits.
+// recorder.cpp - the flight recorder: records calls and writes them as a log that replays to the same bits.
 #include "flight_log.hpp"
 
 using kbt::as_head;
@@ -19,7 +19,7 @@ Posterior<T> shape_of(const kbt_config &cfg, Index layer) {
   return w;
 }
 
-// ---- what is kept --------------------------------------------------------------------------------------------------
+// ---- memory --------------------------------------------------------------------------------------------------------
 
 struct Half {
   std::uint64_t samples;
@@ -27,7 +27,7 @@ struct Half {
   std::uint32_t used;  // records
   bool begun;
   void *noise;
-  void *mean[KBT_MAX_LAYERS], *d[KBT_MAX_LAYERS], *u[KBT_MAX_LAYERS];  // the posterior as it lies in the head
+  void *mean[KBT_MAX_LAYERS], *d[KBT_MAX_LAYERS], *u[KBT_MAX_LAYERS];  // the posterior in the layout of the head
   unsigned char *records;
 };
 
@@ -77,7 +77,7 @@ void copy(void *to, const T *from, Index count) {
   if (count > 0) std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(T));  // `from` may be null otherwise
 }
 
-// Begin a half with the state the head has now.
+// Start a half with the present state of the head.
 void begin(kbt_flight &flight, int which) {
   Half &half = flight.half[which];
   if (half.begun) flight.before += half.used;
@@ -154,7 +154,7 @@ void set_noise(kbt_tap *self, const void *noise, std::int32_t count) {
   turn_when_full(flight);
 }
 
-// What was recorded cannot lead to this state.
+// The state was replaced: earlier records cannot lead to it.
 void replaced(kbt_tap *self) {
   auto &flight = *static_cast<kbt_flight *>(self);
   Half &other = flight.half[1 - flight.current];
@@ -165,7 +165,7 @@ void replaced(kbt_tap *self) {
 
 // ---- the log -------------------------------------------------------------------------------------------------------
 
-// The state a half began from, as the bytes kbt_state_save would have written then.
+// The starting state of a half, as the bytes that kbt_state_save would have written.
 template <class T>
 void write_base(const kbt::Head<T> &head, const Half &half, Writer &out) {
   const auto body = [&](Writer &to) {
@@ -209,7 +209,7 @@ void write_record(const kbt_config &cfg, const unsigned char *from, Writer &out)
   put(used.h, room.h);
   if (used.labels == 0) {
     put(used.y, room.y);
-  } else {  // int32 in the room of y, which is at least as large: a softmax has two outputs or more
+  } else {  // int32 in place of y, which is at least as large: a softmax has two or more outputs
     for (Index a = 0; a < used.labels; ++a) {
       std::int32_t label;
       std::memcpy(&label, from + a * Index(sizeof label), sizeof label);
@@ -224,7 +224,7 @@ void write_record(const kbt_config &cfg, const unsigned char *from, Writer &out)
   put(used.noise, room.noise);
 }
 
-// Everything behind the header.
+// Everything after the header.
 template <class T>
 void write_log(const kbt_flight &flight, const kbt::Head<T> &head, Writer &out) {
   const Half &last = flight.half[flight.current], &older = flight.half[1 - flight.current];

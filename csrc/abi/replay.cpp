@@ -1,4 +1,4 @@
-// replay.cpp - checks a flight log and replays it on a desk: the same calls, and whether the same bits come out.
+// replay.cpp - checks a flight log, repeats its calls, and compares the results bit for bit.
 #include "flight_log.hpp"
 
 using kbt::as_head;
@@ -23,7 +23,7 @@ FlightRecord read_record(Reader &in) {
   return record;
 }
 
-// The numbers of a record, in memory that the caller of replay gave.
+// The numbers of a record, in the memory passed to kbt_flight_replay.
 template <class T>
 struct Scratch {
   T *h, *y, *noise, *mean;
@@ -54,8 +54,7 @@ struct Scratch {
   }
 };
 
-// The call that a record stands for. A pointer that was null is null again; one whose numbers the core never read may
-// point anywhere.
+// The recorded call. A null pointer is null again; a pointer whose numbers the core never read may point anywhere.
 template <class T>
 kbt_status call_again(kbt_head *head, const FlightRecord &record, const Scratch<T> &room, kbt_result *result) {
   const bool by_label = record.kind == KBT_FLIGHT_UPDATE_LABELS || record.kind == KBT_FLIGHT_OBSERVE_LABELS;
@@ -68,7 +67,7 @@ kbt_status call_again(kbt_head *head, const FlightRecord &record, const Scratch<
     return by_label ? kbt_update_labels(head, h, record.rows, labels, noise, record.noise_count, result)
                     : kbt_update(head, h, record.rows, y, noise, record.noise_count, result);
   }
-  head->predicted_rows = 0;  // what another record has left behind
+  head->predicted_rows = 0;  // drop a prediction of an earlier record
   if (record.rows != 0) {
     const kbt_status status = kbt_predict(head, room.h, record.rows, room.mean, nullptr, nullptr);
     if (status != KBT_OK) return status;
@@ -106,7 +105,7 @@ kbt_status kbt_flight_check(const void *log, size_t size, kbt_flight_info *info)
   const auto base_bytes = static_cast<std::size_t>(found.base_bytes);
   status = kbt_state_config(bytes + kbt::kFlightFront, base_bytes, &found.cfg);
   if (status != KBT_OK) return status;
-  if (kbt_flight_bytes(&found.cfg, 2) == 0) return KBT_E_BLOB_VALUE;  // no recorder has this configuration
+  if (kbt_flight_bytes(&found.cfg, 2) == 0) return KBT_E_BLOB_VALUE;  // no recorder can have this configuration
   const Room room(found.cfg);
   const std::size_t rest = size - kbt::kFlightFront - base_bytes;
   if (found.record_bytes != room.bytes() || found.records != rest / room.bytes() || rest % room.bytes() != 0 ||

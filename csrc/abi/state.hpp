@@ -1,4 +1,4 @@
-// state.hpp - the state blob: what a head has learned, as the same bytes on every machine.
+// state.hpp - the state blob: the learned state of a head, the same bytes on every machine.
 //
 //   offset  0  "KBTS"
 //           4  u32  format version
@@ -19,7 +19,7 @@ constexpr std::uint32_t kStateMagic = 0x5354424BU;  // "KBTS"
 constexpr std::uint32_t kStateVersion = 1;
 constexpr std::size_t kHeaderBytes = 24;
 
-// Of `count` bytes, after others whose CRC is `crc`.
+// CRC-32 of `count` bytes that follow others with the CRC `crc`.
 inline std::uint32_t crc32(const unsigned char *bytes, std::size_t count, std::uint32_t crc = 0) {
   static constexpr std::uint32_t kTable[16] = {
       // reflected polynomial 0xEDB88320, four bits at a time
@@ -34,7 +34,7 @@ inline std::uint32_t crc32(const unsigned char *bytes, std::size_t count, std::u
   return ~crc;
 }
 
-// Hands numbers as bytes to a sink, in pieces, the last one with flush(); or only counts them when it has none.
+// Passes numbers as bytes to a sink, in pieces, the last one with flush(). Without a sink it only counts them.
 class Writer {
  public:
   explicit Writer(kbt_sink *sink = nullptr, void *context = nullptr) : sink_(sink), context_(context) {}
@@ -70,7 +70,7 @@ class Writer {
   unsigned char piece_[64];
 };
 
-// A cursor that reads and never passes the end: what is missing reads as 0 and is remembered.
+// Reads up to the end. Beyond it, numbers read as 0 and the failure is remembered.
 class Reader {
  public:
   Reader(const unsigned char *bytes, std::size_t count) : bytes_(bytes), count_(count) {}
@@ -158,7 +158,7 @@ void visit_layer(const Posterior<T> &w, Mean mean, Variance variance, Correlatio
   }
 }
 
-// Everything behind the header. weights(i) is the posterior of layer i.
+// Everything after the header. weights(i) is the posterior of layer i.
 template <class T, class Weights>
 void write_numbers(Writer &out, const kbt_config &cfg, std::uint64_t samples, const T *noise, Index noise_count,
                    Weights weights) {
@@ -185,13 +185,13 @@ inline void write_header(Writer &out, std::uint32_t magic, std::uint32_t version
   out.integer(std::uint32_t{0});
 }
 
-// A sink that keeps the CRC-32 of what went by in a std::uint32_t.
+// A sink whose context is a std::uint32_t: the CRC-32 of all bytes so far.
 inline void add_to_crc(void *sum, const void *bytes, std::size_t count) {
   auto &so_far = *static_cast<std::uint32_t *>(sum);
   so_far = crc32(static_cast<const unsigned char *>(bytes), count, so_far);
 }
 
-// The body goes by twice, as its CRC comes before it: so a state needs no memory beside the head that has it.
+// The body is generated twice, because its CRC comes first. So no memory beside the head is needed.
 template <class T>
 void write_state(const Head<T> &head, kbt_sink *sink, void *context) {
   std::uint32_t crc = 0;
@@ -203,7 +203,7 @@ void write_state(const Head<T> &head, kbt_sink *sink, void *context) {
   write_body(head, body);
 }
 
-// Magic, version, length and CRC of a file of ours.
+// Checks magic, version, length and CRC.
 inline kbt_status check_header(const unsigned char *blob, std::size_t size, std::uint32_t magic, std::uint32_t known) {
   if (size < 4) return KBT_E_BLOB_SHORT;
   Reader header(blob, size < kHeaderBytes ? size : kHeaderBytes);
@@ -218,7 +218,7 @@ inline kbt_status check_header(const unsigned char *blob, std::size_t size, std:
   return crc32(blob + kHeaderBytes, size - kHeaderBytes) == crc ? KBT_OK : KBT_E_BLOB_CRC;
 }
 
-// The same of a state; then `cfg` as the blob has it.
+// The same for a state, whose configuration goes to `cfg`.
 inline kbt_status read_header(const unsigned char *blob, std::size_t size, kbt_config &cfg) {
   const kbt_status status = check_header(blob, size, kStateMagic, kStateVersion);
   if (status != KBT_OK) return status;
@@ -227,7 +227,7 @@ inline kbt_status read_header(const unsigned char *blob, std::size_t size, kbt_c
   return body.truncated() ? KBT_E_BLOB_SHORT : KBT_OK;
 }
 
-// Bit by bit.
+// Equal bit for bit.
 inline bool same_config(const kbt_config &a, const kbt_config &b) {
   static_assert(
       sizeof(kbt_config) == (9 + KBT_MAX_LAYERS + 1) * sizeof(std::int32_t) + (KBT_MAX_LAYERS + 4) * sizeof(double),
@@ -235,7 +235,7 @@ inline bool same_config(const kbt_config &a, const kbt_config &b) {
   return std::memcmp(&a, &b, sizeof a) == 0;
 }
 
-// Bytes of a state with this configuration and this many numbers of noise, as a double: absurd sizes cannot wrap.
+// Bytes of a state with this configuration and this many numbers of noise, as a double, which cannot wrap around.
 inline double state_bytes(const kbt_config &cfg, double noise_count) {
   const double real = cfg.dtype == KBT_FLOAT64 ? 8.0 : 4.0;
   Writer config;
@@ -255,7 +255,7 @@ std::size_t state_size(const Head<T> &head) {
   return static_cast<std::size_t>(state_bytes(head.cfg, static_cast<double>(head.noise_count())));
 }
 
-// Two passes over the same bytes: the first only judges, the second writes.
+// Two passes over the same bytes: the first checks, the second writes.
 template <class T>
 kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size) {
   kbt_config cfg{};
@@ -289,7 +289,7 @@ kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size
       const auto &w = head.weights(i);
       const T most = std::numeric_limits<T>::max() / T(w.M());
       std::size_t first = 0;                 // where D of this matrix begins
-      Index seen = w.M(), row = 0, col = 1;  // how much of D went by; the next place in U
+      Index seen = w.M(), row = 0, col = 1;  // entries of D read so far; the next place in U
       visit_layer(
           w, [&](T &x) { take(x, kAny); },
           [&](T &x) {

@@ -1,7 +1,7 @@
-/* kbt_store.c - two slots of flash, written in turns. kbt_store.h says why that is safe. */
-#include "kbt_store.h"
-
+/* kbt_store.c - two slots of flash, written alternately. kbt_store.h says why that is safe. */
 #include <string.h>
+
+#include "kbt_store.h"
 
 static const uint32_t kMagic = 0x3153424BU; /* "KBS1" */
 
@@ -54,7 +54,7 @@ static Record newest(const kbt_store *store) {
   const Record first = record_in(store, 0), second = record_in(store, 1);
   if (first.slot < 0) return second;
   if (second.slot < 0) return first;
-  return (int32_t)(second.sequence - first.sequence) > 0 ? second : first; /* right even when the number wraps */
+  return (int32_t)(second.sequence - first.sequence) > 0 ? second : first; /* correct even if the number wraps around */
 }
 
 kbt_store_status kbt_store_load(const kbt_store *store, kbt_head *head) {
@@ -75,7 +75,7 @@ typedef struct Pen {
   unsigned char unit[KBT_STORE_UNIT];
 } Pen;
 
-/* Writes what is in the unit, the rest of it as if erased. */
+/* Writes the unit, its rest as if erased. */
 static void write_unit(Pen *pen) {
   memset(pen->unit + pen->filled, 0xFF, KBT_STORE_UNIT - pen->filled);
   if (!pen->failed) {

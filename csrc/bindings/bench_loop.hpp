@@ -1,8 +1,8 @@
 // bench_loop.hpp - control loops that time themselves: `kbt-edge bench` without Python between two samples.
 //
-// A Recorder stores raw clock readings in memory that exists before the loop starts; what they mean is worked out
-// afterwards. The same loops drive a whole model (scaling, compiled trunk, head), a head alone, or an empty step,
-// whose readings are the cost of the harness itself.
+// A Recorder stores raw clock readings in preallocated memory; they are evaluated afterwards. The same loops drive a
+// whole model (scaling, compiled trunk, head), a head alone, or an empty step, whose readings are the cost of the
+// harness itself.
 #pragma once
 
 #include <cstddef>
@@ -13,17 +13,17 @@ namespace kbt::bench {
 
 // Nanoseconds of CLOCK_MONOTONIC, on which a paced loop is released.
 std::uint64_t monotonic_ns();
-// The processor's own counter, read in program order: cheaper to read, in ticks of a constant rate. The same as
-// monotonic_ns where there is none that a process may read.
+// The processor's counter, read in program order: cheaper, in ticks of a constant rate. monotonic_ns if the process
+// cannot read one.
 std::uint64_t counter();
 bool has_counter();
 
-// Denormal numbers as zero on this thread, for speed at the price of other bits. False where it cannot be set.
+// Flush denormal numbers to zero on this thread: faster, but other bits. False if the processor has no such mode.
 bool set_flush_to_zero(bool on);
 
 class Recorder {
  public:
-  // Every page is written now, so that none is missing in the loop.
+  // Touches every page, so that the loop has no page faults.
   explicit Recorder(std::size_t capacity, bool use_counter) : stamps_(capacity, 1), use_counter_(use_counter) {}
 
   void mark() { keep(use_counter_ ? counter() : monotonic_ns()); }

@@ -1,8 +1,8 @@
-// fastcall.hpp - calls from Python that cost little more than the arguments they check.
+// fastcall.hpp - calls from Python with little overhead.
 //
 // The verbs take plain arrays only (right dtype, C-contiguous, aligned). They return
 //   None        an argument is not of that form, and nothing has run: the caller converts it and calls again,
-//   an int      the kbt_status with which the core refused,
+//   an int      the kbt_status with which the core rejected the call,
 //   a record    the result, of the types that set_results was given.
 // So a control loop that passes plain arrays pays for one check, and every message is written in Python. The verbs are
 // bound without pybind11's argument parsing (`fast` below), which would take as long as a small head.
@@ -22,7 +22,7 @@ namespace kbt::python {
 
 namespace py = pybind11;
 
-// An array and nothing that only claims to be one: a masked array hides entries that the core would read.
+// Exactly an array: a masked array, for example, hides entries that the core would read.
 inline bool is_array(const py::handle &object) {
   const void *type = Py_TYPE(object.ptr()), *array_type = py::detail::npy_api::get().PyArray_Type_;
   return type == array_type;

@@ -26,7 +26,7 @@ Mailbox::Mailbox(const kbt_head *head) : memory_(aligned_memory(kbt_mailbox_byte
 
 Core::Core(const kbt_config &cfg) {
   const std::size_t bytes = kbt_arena_bytes(&cfg);
-  if (bytes == 0) throw py::value_error("the configuration is refused; check it with Config.check first");
+  if (bytes == 0) throw py::value_error("the configuration is invalid; Config.check says why");
   arena_ = aligned_memory(bytes);
   bytes_ = bytes;
   const kbt_status status = kbt_init(&cfg, arena_.get(), bytes, &head_);

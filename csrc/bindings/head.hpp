@@ -1,4 +1,4 @@
-// head.hpp - a head behind Python's Core: it owns the arena and what goes with it.
+// head.hpp - the Core of Python: a head with its arena, recorder and readers.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace kbt::python {
 
-// Memory aligned as the core asks for.
+// Memory aligned to KBT_ARENA_ALIGN.
 struct FreeAligned {
   void operator()(void *p) const { ::operator delete (p, std::align_val_t{KBT_ARENA_ALIGN}); }
 };
@@ -46,22 +46,23 @@ class Core {
   py::tuple counters() const;
   py::tuple health() const;
 
-  // Whether there was memory for it. The recorder before it is let go, and its memory with it.
+  // False: no memory for it. Replaces an earlier recorder and frees its memory.
   bool record_flight(std::uint32_t samples);
   void stop_flight();
   py::object flight_log() const;  // None: nothing is recorded
-  // The status that refused the log; or the steps, the first difference, the final hash and whether it was reproduced.
+  // The status with which the log was rejected; or the steps, the first difference, the final hash and whether it was
+  // reproduced.
   py::object replay(const py::bytes &log);
 
   py::bytes save() const;
   int load(const py::bytes &blob);
 
-  // From now on, whatever this head learns is posted there, as long as somebody keeps the mailbox.
+  // Post every later update to the mailbox, as long as a reader holds it.
   void post_to(const std::shared_ptr<Mailbox> &mailbox);
   void post() const;
   void take(const std::shared_ptr<Mailbox> &mailbox);
 
-  // The core's work on this head: without the interpreter where that pays. Meanwhile head() refuses other threads.
+  // Run f on this head, without the GIL if the head is large. Meanwhile head() rejects calls from other threads.
   template <class F>
   kbt_status work(F f) {
     head();
@@ -81,7 +82,7 @@ class Core {
 
   // Differs after anything that may have replaced the latest prediction.
   std::uint64_t ticket() const { return ticket_; }
-  // Whose prediction is the latest: a policy's, or the head's own (null). Only that one knows its units.
+  // The policy that made the latest prediction, in its units; null: the head itself.
   const kbt_policy **latest() { return &latest_; }
   void set_one_row(bool one_row) { one_row_ = one_row; }
 
@@ -94,7 +95,7 @@ class Core {
   const kbt_config &config() const { return cfg_; }
 
  private:
-  // The arena from which an update takes longer (some 50 us) than handing the interpreter to another thread and back.
+  // From this arena size an update takes longer (some 50 us) than handing the GIL to another thread and back.
   static constexpr std::size_t kWorthUnlocking = 1 << 19;
 
   const void *plain(const py::handle &object, py::ssize_t columns, py::ssize_t *rows) const;
@@ -104,7 +105,7 @@ class Core {
   std::vector<std::weak_ptr<Mailbox>> readers_;
   std::shared_ptr<Mailbox> taken_from_;  // holds what this head has learned
   std::size_t bytes_ = 0;
-  bool busy_ = false;  // a thread works on the head without the interpreter; written only with it
+  bool busy_ = false;  // a thread works on the head without the GIL; written only with the GIL
   kbt_head *head_ = nullptr;
   kbt_flight *flight_ = nullptr;
   kbt_config cfg_{};

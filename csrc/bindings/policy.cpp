@@ -20,7 +20,7 @@ const void *plain_data(const py::object &object, const py::dtype &dtype) {
   return (array.flags() & kPlain) == kPlain && array.dtype().is(dtype) ? array.data() : nullptr;
 }
 
-py::object refusal(kbt_status status) {
+py::object rejection(kbt_status status) {
   return py::int_(static_cast<int>(status));
 }
 
@@ -67,13 +67,13 @@ Policy::Policy(Core &core, std::uintptr_t trunk, std::vector<Input> inputs, py::
 }
 
 Policy::~Policy() {
-  // Another policy at the same address must not take this one's prediction for its own.
+  // A later policy may get the same address. It must not own this one's prediction.
   static const kbt_policy gone{};
   if (*core_.latest() == &policy_) *core_.latest() = &gone;
 }
 
 py::object Policy::predict(const py::object &x) {
-  core_.head();  // refuses while another thread is in it: its trunk's buffers are in use as well
+  core_.head();  // rejects a call while another thread is in one: the trunk's buffers are in use as well
   if (!runs_alone() || !is_array(x)) return py::none();
   const void *data = plain_data(x, double_);
   if (data == nullptr) {
@@ -84,7 +84,7 @@ py::object Policy::predict(const py::object &x) {
   }
   if (!fits_input(py::reinterpret_borrow<py::array>(x))) return py::none();
   const kbt_status status = kbt_policy_features(&policy_, &data);
-  return status == KBT_OK ? predict_rows() : refusal(status);
+  return status == KBT_OK ? predict_rows() : rejection(status);
 }
 
 py::object Policy::predict_rows() {
@@ -94,7 +94,7 @@ py::object Policy::predict_rows() {
   auto *m = static_cast<double *>(mean.mutable_data()), *c = static_cast<double *>(cov.mutable_data());
   auto *t = static_cast<double *>(total_var.mutable_data());
   const kbt_status status = core_.work([&] { return kbt_policy_predict_rows(&policy_, m, c, t); });
-  if (status != KBT_OK) return refusal(status);
+  if (status != KBT_OK) return rejection(status);
   core_.set_one_row(policy_.rows == 1);
   return record(results().prediction, std::move(mean), std::move(cov), std::move(total_var));
 }
@@ -103,8 +103,8 @@ py::object Policy::learn(const py::object &at_rows, const py::object &y, const p
   core_.head();
   const bool rows = at_rows.is(py::bool_(true));
   if (!rows) {
-    if (kbt_predicted_rows(policy_.head) == 0) return refusal(KBT_E_ORDER);
-    if (*core_.latest() != &policy_) return refusal(KBT_E_OWNER);
+    if (kbt_predicted_rows(policy_.head) == 0) return rejection(KBT_E_ORDER);
+    if (*core_.latest() != &policy_) return rejection(KBT_E_OWNER);
   }
   double one = 0.0;
   const double *real = target(y, &one);
@@ -126,7 +126,7 @@ py::object Policy::learn(const py::object &at_rows, const py::object &y, const p
     return real != nullptr ? kbt_policy_observe(&policy_, real, R, nc, &result)
                            : kbt_policy_observe_labels(&policy_, classes, R, nc, &result);
   });
-  if (status != KBT_OK && status != KBT_GATED) return refusal(status);
+  if (status != KBT_OK && status != KBT_GATED) return rejection(status);
   core_.post();
   return update_record(status == KBT_GATED, result.nis, result.log_likelihood);
 }

@@ -1,4 +1,4 @@
-// policy.hpp - kbt_policy.h behind Python's Policy: it owns the buffers that the struct points to.
+// policy.hpp - the Policy of Python: a kbt_policy with the buffers that it points to.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-/* kbt.h - a Bayesian MLP head that learns sample by sample in fixed memory. C99. Beside it stand kbt_mailbox.h
- * (threads), kbt_flight.h (flight recorder) and kbt_store.h (flash memory).
+/* kbt.h - a Bayesian MLP head that learns sample by sample in fixed memory. C99. See also kbt_policy.h
+ * (trunk and physical units), kbt_mailbox.h (threads), kbt_flight.h (flight recorder) and kbt_store.h (flash memory).
  *
  * The head replaces the readout of a frozen network. `kbt_predict` gives a mean with its covariance, `kbt_update` (or
  * `kbt_observe`, right after a prediction) learns one sample in closed form. The caller owns all memory: ask
@@ -9,9 +9,9 @@
  *  - Every `void *` array holds elements of the configured dtype (float or double), C-contiguous, naturally aligned.
  *  - d = widths[0] inputs, d_o = widths[layers] outputs. "rows" is how many inputs one call carries, 1..max_rows.
  *  - Inputs h below 1e-12 (double: 1e-100) count as zero: their squares would be denormal, and slow.
- *  - A call that returns anything but KBT_OK leaves the learned state as it was. Only counters may move. A call that is
- *    refused (KBT_E_...) changes no later answer either: a prediction that waits for kbt_observe goes on waiting. To
- *    restore it, a refused call can take one forward pass longer than an accepted one.
+ *  - A call that returns anything but KBT_OK leaves the learned state unchanged; only counters may change. A rejected
+ *    call (KBT_E_...) does not affect later results either: a prediction waiting for kbt_observe is kept. Restoring it
+ *    can make a rejected call one forward pass slower than an accepted one.
  *  - No function allocates, throws, prints, keeps a global or loops without a bound fixed by the configuration.
  *  - One head belongs to one thread at a time. Different heads are independent.
  */
@@ -44,18 +44,18 @@ typedef enum kbt_status {
   KBT_E_ALIGN = 5,     /* the arena is not aligned to KBT_ARENA_ALIGN */
   KBT_E_ROWS = 6,      /* rows outside 1..max_rows */
   KBT_E_NONFINITE = 7, /* an input holds NaN or Inf */
-  KBT_E_RANGE = 8,     /* input so large, or rows so unlike, that the result would be infinite or rounding alone */
+  KBT_E_RANGE = 8,     /* input so large, or rows so unlike, that the result would overflow or be mere rounding error */
   KBT_E_NOISE = 9,     /* noise: wrong count, negative, not symmetric, or not allowed with this configuration */
-  KBT_E_LABEL = 10, /* a class label outside 0..d_o-1, a target row that is no probability, or labels for a gaussian */
-  KBT_E_ORDER = 11, /* observe without a prediction before it */
-  KBT_E_LAYER = 12, /* layer index outside 0..layers-1 */
+  KBT_E_LABEL = 10,    /* a label outside 0..d_o-1, a target row that is not a distribution, or labels for a gaussian */
+  KBT_E_ORDER = 11,    /* observe without a prediction before it */
+  KBT_E_LAYER = 12,    /* layer index outside 0..layers-1 */
   KBT_E_BLOB_SHORT = 13,   /* state blob: shorter than its header, or than the length in it */
-  KBT_E_BLOB_FOREIGN = 14, /* state blob: not one of ours */
+  KBT_E_BLOB_FOREIGN = 14, /* state blob: not a state blob at all */
   KBT_E_BLOB_VERSION = 15, /* state blob: written by a newer format */
   KBT_E_BLOB_CRC = 16,     /* state blob: damaged */
   KBT_E_BLOB_CONFIG = 17,  /* state blob: of another configuration */
   KBT_E_BLOB_VALUE = 18,   /* state blob: intact, but holds a non-finite mean or covariance or a negative variance */
-  KBT_E_TRUNK_INPUT = 19,  /* kbt_policy.h: the network refused an input, such as NaN or an id out of range */
+  KBT_E_TRUNK_INPUT = 19,  /* kbt_policy.h: the network rejected an input, such as NaN or an id out of range */
   KBT_E_TRUNK_OUTPUT = 20, /* kbt_policy.h: the network's output is not finite */
   KBT_E_OWNER = 21         /* kbt_policy.h: the latest prediction was not made by this policy */
 } kbt_status;
@@ -74,7 +74,7 @@ typedef struct kbt_config {
   int32_t max_rows;                   /* largest number of rows in one joint update */
   int32_t output;                     /* KBT_GAUSSIAN */
   int32_t covariance;                 /* KBT_NEURON */
-  int32_t rule;                       /* KBT_FUSE; KBT_REPLACE is the paper's, refused for softmax */
+  int32_t rule;                       /* KBT_FUSE; KBT_REPLACE is the paper's, rejected for softmax */
   int32_t noise;                      /* KBT_NOISE_CONSTANT; ADAPTIVE: gaussian only; MULTINOMIAL: softmax only */
   int32_t relu_order;                 /* 2..12: where the off-diagonal series of the ReLU stops */
   int32_t softmax_order;              /* 1 or 2: Taylor order of the softmax mean */
@@ -85,7 +85,7 @@ typedef struct kbt_config {
   double gate;                        /* reject samples with NIS above it; 0 switches the gate off */
 } kbt_config;
 
-/* What one update found out about its sample, before learning from it. */
+/* The sample judged before it is learned. */
 typedef struct kbt_result {
   double nis;            /* normalised innovation squared; its mean is rows * d_o for a consistent gaussian head */
   double log_likelihood; /* log predictive density (gaussian) or probability (softmax) of the sample, all rows */
@@ -93,26 +93,26 @@ typedef struct kbt_result {
 
 /* Events since kbt_init. Diagnostics, not part of the saved state. */
 typedef struct kbt_counters {
-  uint64_t rejected; /* calls refused for their input */
+  uint64_t rejected; /* calls rejected for their input */
   uint64_t gated;    /* samples rejected by the gate */
-  uint64_t floored;  /* factors held at a floor, and steps left out, because rounding had taken the rest */
+  uint64_t floored;  /* factors held at a floor, and steps skipped, because only rounding error was left */
 } kbt_counters;
 
-/* Are the head's errors as large as it says? docs/health.md has the rules and what they were tried on. */
+/* Are the errors as large as the predicted variances? docs/health.md explains the rules. */
 typedef enum kbt_verdict {
   KBT_TOO_FEW = 0,        /* fewer than 30 samples since the prior, the noise or the state was set */
   KBT_CONSISTENT = 1,     /* the average is inside the band */
-  KBT_OVERCONFIDENT = 2,  /* errors larger than the head says, or a gate that rejects more than outliers */
-  KBT_UNDERCONFIDENT = 3, /* errors smaller than the head says */
+  KBT_OVERCONFIDENT = 2,  /* errors larger than predicted, or a gate that rejects more than outliers */
+  KBT_UNDERCONFIDENT = 3, /* errors smaller than predicted */
   KBT_DIVERGING = 4,      /* errors far beyond the band and growing, most samples rejected, or variances blown up */
-  KBT_NO_BAND = 5         /* rule KBT_REPLACE: what its average should be is not known */
+  KBT_NO_BAND = 5         /* rule KBT_REPLACE: the expected average is unknown */
 } kbt_verdict;
 
 typedef struct kbt_health {
   kbt_counters counters;
   uint64_t seen;  /* samples in the average, since the prior, the noise or the state was set */
   double average; /* gaussian: NIS / (rows * d_o), expected 1; softmax: surprise less entropy, nats a row, expected 0 */
-  double low, high;                 /* 99.9 % band of the average of a head that is right */
+  double low, high;                 /* 99.9 % band of the average of a consistent head */
   double gated;                     /* recent share of samples that the gate rejected */
   double smallest_var, largest_var; /* entries of D over all layers */
   kbt_verdict verdict;
@@ -125,11 +125,11 @@ KBT_API const char *kbt_status_str(kbt_status status);
 
 /* A 1-layer float32 gaussian head with `d` inputs and `d_o` outputs. */
 KBT_API void kbt_config_default(kbt_config *cfg, int32_t d, int32_t d_o);
-/* Why a configuration is refused: KBT_OK, KBT_E_CONFIG or KBT_E_SIZE; *field (if not NULL) names the culprit. */
+/* Why a configuration is rejected: KBT_OK, KBT_E_CONFIG or KBT_E_SIZE; *field (if not NULL) names the setting. */
 KBT_API kbt_status kbt_config_check(const kbt_config *cfg, const char **field);
-/* Bytes of arena that kbt_init needs; 0 when the configuration is refused. */
+/* Bytes of arena that kbt_init needs; 0 when the configuration is rejected. */
 KBT_API size_t kbt_arena_bytes(const kbt_config *cfg);
-/* How many of them depend on the machine, because they hold pointers; the rest are numbers. For code generators. */
+/* The part of the arena that depends on the machine, because it holds pointers. For code generators. */
 KBT_API size_t kbt_record_bytes(int32_t dtype);
 
 /* Lay a head out in `arena`. Its weights are zero until kbt_set_prior, kbt_set_means or kbt_state_load. The head lives
@@ -152,7 +152,7 @@ KBT_API kbt_status kbt_predict(kbt_head *head, const void *h, int32_t rows, void
  * (count as in kbt_set_noise; NULL, 0 to use the head's own). `result` may be NULL. */
 KBT_API kbt_status kbt_update(kbt_head *head, const void *h, int32_t rows, const void *y, const void *noise,
                               int32_t noise_count, kbt_result *result);
-/* The same for the rows of the latest kbt_predict that was not refused, without a second forward pass. Each prediction
+/* The same for the rows of the latest kbt_predict that was not rejected, without a second forward pass. Each prediction
  * can be observed once. */
 KBT_API kbt_status kbt_observe(kbt_head *head, const void *y, const void *noise, int32_t noise_count,
                                kbt_result *result);
@@ -164,7 +164,7 @@ KBT_API kbt_status kbt_observe_labels(kbt_head *head, const int32_t *labels, con
 
 KBT_API kbt_status kbt_get_config(const kbt_head *head, kbt_config *cfg);
 KBT_API kbt_status kbt_get_counters(const kbt_head *head, kbt_counters *counters);
-/* One pass over the variances: cheap enough for every second. */
+/* One pass over the variances: cheap enough to call once a second. */
 KBT_API kbt_status kbt_get_health(const kbt_head *head, kbt_health *health);
 KBT_API uint64_t kbt_samples(const kbt_head *head);       /* updates learned since the prior was set */
 KBT_API int32_t kbt_predicted_rows(const kbt_head *head); /* rows that kbt_observe would learn; 0 = none */
@@ -179,12 +179,12 @@ KBT_API kbt_status kbt_get_cov(const kbt_head *head, int32_t layer, void *cov);
  * CRC-32. */
 KBT_API size_t kbt_state_size(const kbt_head *head);
 KBT_API kbt_status kbt_state_save(const kbt_head *head, void *blob, size_t size);
-/* The same bytes in order and in small pieces, for a flash memory beside which there is no room for a copy. */
+/* The same bytes in order and in small pieces, for writing to flash without RAM for a copy. */
 typedef void kbt_sink(void *context, const void *bytes, size_t count);
 KBT_API kbt_status kbt_state_stream(const kbt_head *head, kbt_sink *sink, void *context);
 /* Everything is checked before the first byte of the head changes. */
 KBT_API kbt_status kbt_state_load(kbt_head *head, const void *blob, size_t size);
-/* The configuration inside a blob, so that a fitting head can be made for it. Checks header and CRC. */
+/* The configuration in a blob, to make a head for it. Checks header and CRC. */
 KBT_API kbt_status kbt_state_config(const void *blob, size_t size, kbt_config *cfg);
 
 #ifdef __cplusplus

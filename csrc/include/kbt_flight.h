@@ -1,14 +1,14 @@
-/* kbt_flight.h - a flight recorder: the latest samples of a head, to be replayed bit for bit on a desk. C99, no heap.
+/* kbt_flight.h - a flight recorder: the latest samples of a head, for replay bit for bit elsewhere. C99, no heap.
  *
- * Once started, every kbt_update and kbt_observe is recorded as it came, refused ones included, and so is every
- * kbt_set_noise. None can be forgotten. Memory is fixed: two halves, each with the state it began from and room for
- * half of the samples. When a half is full, the other one is begun anew, so there are always between samples / 2 and
- * samples to look back on. A new prior or a loaded state begins the recording anew.
+ * Once started, every kbt_update, kbt_observe and kbt_set_noise is recorded, rejected calls included. Memory is fixed:
+ * two halves, each with its starting state and room for half of the samples. When a half is full, the other one is
+ * overwritten, so the log always holds the latest samples / 2 to samples. A new prior or a loaded state restarts the
+ * recording.
  *
  * A log is little-endian, versioned, with a CRC-32: the same bytes on every machine. It holds the state to start from,
  * the records, and the hash of the state that they must lead to.
  *
- * A record costs a copy of its numbers; beginning a half costs a copy of the posterior (docs/flight.md has figures).
+ * A record costs a copy of its numbers; starting a half costs a copy of the posterior (docs/flight.md has figures).
  */
 #ifndef KBT_FLIGHT_H
 #define KBT_FLIGHT_H
@@ -21,29 +21,29 @@ extern "C" {
 
 typedef struct kbt_flight kbt_flight;
 
-/* Bytes that a recorder of `samples` (2 or more) needs; 0 when the configuration is refused. */
+/* Bytes that a recorder of `samples` (2 or more) needs; 0 when the configuration is rejected. */
 KBT_API size_t kbt_flight_bytes(const kbt_config *cfg, uint32_t samples);
 /* Record this head from now on, in `memory` (aligned to KBT_ARENA_ALIGN), which must live until kbt_flight_stop or as
- * long as the head. A recorder that the head had before is let go. */
+ * long as the head. It replaces an earlier recorder of the head. */
 KBT_API kbt_status kbt_flight_init(kbt_head *head, void *memory, size_t bytes, uint32_t samples, kbt_flight **flight);
-/* Record no more. Write the log before: there is none afterwards. */
+/* Stop recording. Write the log first: it is gone afterwards. */
 KBT_API kbt_status kbt_flight_stop(kbt_head *head);
 
 /* The log, in order and in small pieces. Call it from the thread that owns the head, between two samples. */
 KBT_API size_t kbt_flight_log_size(const kbt_flight *flight);
 KBT_API kbt_status kbt_flight_log(const kbt_flight *flight, kbt_sink *sink, void *context);
 
-/* ---- on the desk ------------------------------------------------------------------------------------------------ */
+/* ---- replay ----------------------------------------------------------------------------------------------------- */
 
 enum { KBT_FLIGHT_UPDATE = 0, KBT_FLIGHT_UPDATE_LABELS = 1, KBT_FLIGHT_OBSERVE = 2, KBT_FLIGHT_OBSERVE_LABELS = 3 };
 enum { KBT_FLIGHT_SET_NOISE = 4 };
 
-/* What a log says of itself, checked to the last byte. */
+/* The header of a log. */
 typedef struct kbt_flight_info {
   kbt_config cfg;                        /* of the head that was recorded */
   uint64_t records;                      /* in the log */
   uint64_t before;                       /* recorded before these, and overwritten */
-  uint64_t checkpoint;                   /* after so many records the state is known as well; 0: it is not */
+  uint64_t checkpoint;                   /* the state after this many records is in the log; 0: it is not */
   uint64_t checkpoint_hash;              /* FNV-1a over the bytes of that state */
   uint64_t final_hash;                   /* FNV-1a over the bytes of the state after the last record */
   uint64_t base_offset, base_bytes;      /* the state to start from, as kbt_state_load takes it */
@@ -52,10 +52,10 @@ typedef struct kbt_flight_info {
   uint64_t replay_bytes;                 /* memory that kbt_flight_replay needs */
 } kbt_flight_info;
 
-/* Time grows with the size of the log, memory is not needed. */
+/* Checks every byte of the log. Takes time in proportion to its size, and no memory. */
 KBT_API kbt_status kbt_flight_check(const void *log, size_t size, kbt_flight_info *info);
 
-/* One record, and what came of it this time. */
+/* One record, and its result in the replay. */
 typedef struct kbt_flight_step {
   uint64_t index;
   int32_t kind, rows;

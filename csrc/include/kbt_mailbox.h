@@ -1,8 +1,8 @@
-/* kbt_mailbox.h - one head learns, another one predicts with what it learned. C99, no heap, no lock.
+/* kbt_mailbox.h - one head learns, another predicts with the result. C99, no heap, no lock.
  *
  * One thread learns and posts after an update; another thread takes the newest post and predicts with its own head.
  * There is one mailbox per reader. It holds three copies of the learned numbers: one that the learner writes, one that
- * the reader uses, and one in between that changes hands by a single atomic exchange. So
+ * the reader uses, and one in between, swapped by a single atomic exchange:
  *  - neither side ever waits or retries;
  *  - the reader sees the posterior after a whole update, never half of one;
  *  - posting costs one copy of the learned numbers, taking costs none.
@@ -26,12 +26,13 @@ typedef struct kbt_mailbox kbt_mailbox;
 /* Bytes of memory for a mailbox between heads of this one's configuration; 0 for NULL. */
 KBT_API size_t kbt_mailbox_bytes(const kbt_head *head);
 /* Lay a mailbox out in `memory`, aligned to KBT_ARENA_ALIGN, and post what `head` knows now. The mailbox lives as long
- * as the memory; it keeps no pointer to the head of the learner, which may go before it. */
+ * as the memory; it keeps no pointer to the learner's head. */
 KBT_API kbt_status kbt_mailbox_init(const kbt_head *head, void *memory, size_t bytes, kbt_mailbox **mailbox);
-/* By the learner, after what it has learned. What was posted before and not taken is replaced. */
+/* Called by the learner after an update. Replaces an earlier post that was not taken. */
 KBT_API kbt_status kbt_post(const kbt_head *head, kbt_mailbox *mailbox);
-/* By the reader, before it predicts: bring `head` to the newest post. A prediction waiting to be observed is dropped if
- * there was one to take. KBT_E_CONFIG, here and in kbt_post: the head has another configuration than the mailbox. */
+/* Called by the reader before it predicts: `head` takes over the newest post, if there is one, and then drops a
+ * prediction waiting to be observed. KBT_E_CONFIG, here and in kbt_post: the head's configuration differs from the
+ * mailbox's. */
 KBT_API kbt_status kbt_take(kbt_head *head, kbt_mailbox *mailbox);
 
 #ifdef __cplusplus

@@ -2,12 +2,12 @@
  *
  * The network gets (x - mean) / scale. The head's output u means y = offset + scale * u, so means come out as
  * offset + scale * E u, covariances as scale_i * scale_k * Cov(u_i, u_k), noise goes in as R / (scale_i * scale_k), and
- * a log density loses the sum of log scale. All of it is computed in double: an offset needs more digits than a float
- * has, and the square of a scale need not fit into one.
+ * a log density loses the sum of log scale. All of it is computed in double: an offset may need more digits than
+ * a float has, and the square of a scale may not fit into one.
  *
  * The caller owns the struct and everything it points to, fills it, and calls kbt_policy_init once. Probabilities
- * (softmax) have no units: offset 0 and scale 1. A call that is refused (KBT_E_...) has learned nothing and leaves its
- * results, but for cov and total_var, as they were.
+ * (softmax) have no units: offset 0 and scale 1. A rejected call (KBT_E_...) learns nothing and leaves its
+ * results unchanged, except for cov and total_var.
  */
 #ifndef KBT_POLICY_H
 #define KBT_POLICY_H
@@ -18,13 +18,13 @@
 extern "C" {
 #endif
 
-/* Run the network: one array per input, floats or int64_t ids, to h (rows x d). Returns 0; 1: an input was refused;
+/* Run the network: one array per input, floats or int64_t ids, to h (rows x d). Returns 0; 1: an input was rejected;
  * anything else: the output is not finite. */
 typedef int kbt_trunk(void *context, const void *const *inputs, float *h);
 
 typedef struct kbt_policy_input {
   int32_t count;              /* numbers in this input */
-  int32_t features;           /* length of its last axis; 0: int64_t ids, which are passed on as they are */
+  int32_t features;           /* length of its last axis; 0: int64_t ids, passed on unchanged */
   const double *mean, *scale; /* one of each per feature */
   float *scaled;              /* room for `count` */
 } kbt_policy_input;
@@ -43,7 +43,7 @@ typedef struct kbt_policy {
   double *wide_h;               /* rows x d for a float64 head, else NULL */
   void *u;                      /* room for rows x d_o in the head's dtype */
   double *noise;                /* room for d_o x d_o; NULL: noise is never given */
-  /* Where several policies, or others, use the head: who has made its latest prediction. NULL: nobody else uses it. */
+  /* Shared by all policies of one head: the policy that made the latest prediction. NULL: the only user of the head. */
   const struct kbt_policy **latest;
   int32_t d, outputs, is_double; /* set by kbt_policy_init */
 } kbt_policy;
@@ -52,7 +52,7 @@ typedef struct kbt_policy {
 KBT_API kbt_status kbt_policy_init(kbt_policy *policy);
 
 /* x: one array per input in physical units, double or int64_t ids. Scales them, runs the network and leaves its output
- * in h. KBT_E_TRUNK_INPUT or KBT_E_TRUNK_OUTPUT if the network refuses. */
+ * in h. KBT_E_TRUNK_INPUT or KBT_E_TRUNK_OUTPUT if the network fails. */
 KBT_API kbt_status kbt_policy_features(kbt_policy *policy, const void *const *x);
 /* One input only, to its `scaled`, for a caller that runs the network itself. */
 KBT_API void kbt_policy_scale_input(const kbt_policy_input *input, const double *x);
@@ -76,7 +76,7 @@ KBT_API kbt_status kbt_policy_update_rows(kbt_policy *policy, const double *y, c
 KBT_API kbt_status kbt_policy_update_rows_labels(kbt_policy *policy, const int32_t *labels, const double *noise,
                                                  int32_t noise_count, kbt_result *result);
 
-/* What the head would learn from y: u (rows x d_o) in the head's dtype. What does not fit becomes infinite. */
+/* y in the units of the head: u (rows x d_o) in the head's dtype. Numbers that do not fit become infinite. */
 KBT_API void kbt_policy_target(const kbt_policy *policy, const double *y, void *u);
 /* Noise in squared units of y as noise of u, for `outputs` scales. `to` has room for outputs * outputs numbers;
  * *to_count is outputs or outputs * outputs. KBT_E_NOISE: `count` is none of 1, outputs and outputs * outputs. */

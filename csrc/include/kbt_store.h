@@ -1,8 +1,8 @@
 /* kbt_store.h - a head's state in flash memory that survives a power cut at any moment. C99, no heap.
  *
- * Two slots are written in turns. A record is a header (magic, sequence number, length, CRC-32) and the state blob; the
- * header is written last. When the device starts, the newest record whose CRC is right wins. So while one slot is being
- * erased and written, the other one holds the latest complete state: there is always the old state or the new one.
+ * Two slots are written alternately. A record is a header (magic, sequence number, length, CRC-32) and the state blob;
+ * the header is written last. At start-up the newest record with a correct CRC is used. While one slot is being erased
+ * and written, the other holds the latest complete state, so there is always the old state or the new one.
  *
  * The board supplies two functions, for a part of its flash that can be read like memory.
  */
@@ -38,7 +38,7 @@ typedef struct kbt_store {
 
 /* Write the head's state to the slot that does not hold the newest record. */
 kbt_store_status kbt_store_save(const kbt_store *store, const kbt_head *head);
-/* Read the newest record into the head. Whatever is not KBT_STORE_OK leaves the head as it was. */
+/* Read the newest record into the head. Any status but KBT_STORE_OK leaves the head unchanged. */
 kbt_store_status kbt_store_load(const kbt_store *store, kbt_head *head);
 
 #ifdef __cplusplus

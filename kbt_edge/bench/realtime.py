@@ -1,4 +1,4 @@
-"""Real-time settings of this process while it measures. Each is tried, and what the system refused is reported.
+"""Real-time settings of this process while it measures. Each is tried, and what the system did not permit is reported.
 
 fifo      SCHED_FIFO at a priority: nothing but the kernel and higher priorities interrupt the loop
 cpu       the loop stays on one core, and its caches stay warm

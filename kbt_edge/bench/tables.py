@@ -89,7 +89,7 @@ def stops_text(stops: Mapping[str, Any]) -> str:
 def setting_lines(result: Mapping[str, Any]) -> list[str]:
     lines = []
     for entry in result["settings"]:
-        state = "on" if entry["applied"] else "off" if entry["asked"] == "no" else "REFUSED"
+        state = "on" if entry["applied"] else "off" if entry["asked"] == "no" else "REJECTED"
         asked = "" if entry["asked"] in ("no", "yes") else f" {entry['asked']}"
         detail = f": {entry['detail']}" if entry["detail"] else ""
         lines.append(f"{entry['name']:<10} {state}{asked if state != 'off' else ''}{detail}")

@@ -1,6 +1,6 @@
 """ONNX files from anyone, read without trusting them.
 
-``wire.py`` parses the protobuf, ``rules.py`` refuses graphs that are not safe to run.
+``wire.py`` parses the protobuf, ``rules.py`` rejects graphs that are not safe to run.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 - Its parts fit together: every name is made once and before it is used, so there is no cycle.
 - Its operators are those of ONNX, or some that onnxruntime's own tools put into a file, with all inputs they need.
-- Its work is known beforehand. Together with the refusal of control flow by the reader, no shape may depend on the
+- Its work is known beforehand. Together with the rejection of control flow by the reader, no shape may depend on the
   values of an input: one run then costs as much as any other.
 - No operator can end the process: integer division does, by zero and at the smallest integer.
 
@@ -75,7 +75,7 @@ SAME_TYPE: Final = _words(
 
 
 def read_onnx(data: bytes) -> OnnxModel:
-    """Read ``data``, the content of an ONNX file, and refuse what breaks a rule of this module."""
+    """Read ``data``, the content of an ONNX file, and reject what breaks a rule of this module."""
     model = parse_onnx(data)
     _check_names(model.graph)
     _check_operators(model.graph)
@@ -158,7 +158,7 @@ def _check_work(graph: Graph) -> None:
                 )
         if not varying.isdisjoint(node.inputs):
             varying.update(filter(None, node.outputs))
-    for value in graph.outputs if varying else ():  # a trunk without inputs is refused as that
+    for value in graph.outputs if varying else ():  # a trunk without inputs is rejected as that
         if value.name not in varying or value.name in graph.names:
             raise BundleError(f"ONNX file: the output {value.name!r} is not computed from an input")
 

@@ -2,7 +2,7 @@
 
 A trunk arrives in a bundle that may come from anyone, and a board has no ``onnx`` installed. This reader walks the
 protobuf wire format far enough to answer: which operators, which inputs and outputs, which token ids are valid, and
-above all whether any tensor points to a file outside (external data), which is refused. So is all control flow: graphs
+above all whether any tensor points to a file outside (external data), which is rejected. So is all control flow: graphs
 within graphs, functions and training graphs. ``rules.py`` judges the one graph that is left.
 
 It is stricter than a protobuf parser where two readers could disagree about the same bytes: a known field of the wrong
@@ -107,7 +107,7 @@ class OnnxModel:
 
 
 def parse_onnx(data: bytes) -> OnnxModel:
-    """Read ``data``, the content of an ONNX file. External data, control flow and anything malformed is refused."""
+    """Read ``data``, the content of an ONNX file. External data, control flow and anything malformed is rejected."""
     if len(data) > MAX_BYTES:
         raise BundleError(f"ONNX file: expected at most {MAX_BYTES} bytes, got {len(data)}")
     if data[4:8] == ORT_FORMAT:

@@ -131,7 +131,7 @@ def _machine() -> str:
 
 
 def try_out(source: str, inputs: Sequence[CArray], output: CArray, command: Sequence[str]) -> None:
-    """Run ``source`` once with sanitizers, in a process that may die, and refuse it if they find anything."""
+    """Run ``source`` once with sanitizers, in a process that may die, and reject it if they find anything."""
     with tempfile.TemporaryDirectory(prefix="kbt-trial-") as folder:
         trial = Path(folder) / "trial"
         try:

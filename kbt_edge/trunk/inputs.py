@@ -90,12 +90,12 @@ class Slot:
         if array.shape not in self._shapes:
             raise ShapeError(f"trunk input {self.spec.name!r}: expected shape {self.spec.shape}, got {array.shape}")
         if array.dtype.itemsize > self.buffer.dtype.itemsize:
-            with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused by name
+            with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is rejected by name
                 self.buffer[...] = array
         else:
             self.buffer[...] = array
 
-    def refusal(self) -> KbtError | None:
+    def rejection(self) -> KbtError | None:
         """The error for the first value that this input cannot take; the compiled library judges alike."""
         buffer, limit = self.buffer, self.spec.limit
         if self.spec.dtype == "float32":

@@ -62,7 +62,7 @@ class Onnxruntime:
         except Exception as error:  # onnxruntime has a dozen exception types for a file it cannot run
             raise BundleError(f"onnxruntime cannot load this trunk: {error}") from error
         self._slots, self._h = slots, h
-        # A refused output must not reach h, so the network writes beside it.
+        # A rejected output must not reach h, so the network writes beside it.
         self._output: Float32 = np.zeros(output_shape, np.float32)
         self._rows: Float32 = self._output.reshape(h.shape)
         self._binding.bind_output(output_name, "cpu", 0, np.float32, output_shape, self._output.ctypes.data)
@@ -91,7 +91,7 @@ class Onnxruntime:
             self._binding.bind_input(spec.name, "cpu", 0, buffer.dtype, spec.shape, buffer.ctypes.data)
 
     def run(self) -> int:
-        if any(slot.refusal() is not None for slot in self._slots):
+        if any(slot.rejection() is not None for slot in self._slots):
             return 1
         try:
             if self._bind_every_time:

@@ -35,7 +35,7 @@ MAX_FILE: Final = 2**24
 MAX_NODES: Final = 5000
 GENERATE_SECONDS: Final = 600
 # One function per node, not one for the whole network: about as fast to run, and gcc takes 1.4 s instead of 22 s for an
-# encoder-decoder. And NaN is not lost in a maximum or minimum, where C's own functions drop it.
+# encoder-decoder. And NaN passes through maximum and minimum, where C's own functions drop it.
 PRELUDE: Final = """\
 #include <math.h>
 #define EMX_NODE_FN static __attribute__((noinline))
@@ -71,7 +71,7 @@ LAYOUT_OPERATORS: Final = _words(
 
 @dataclass(frozen=True)
 class CArray:
-    """An input or the output of the network as C sees it; ``limit`` bounds the ids of an integer input from above."""
+    """An input or the output of the network in C; ids of an integer input are below ``limit``."""
 
     shape: tuple[int, ...]
     c_type: str  # "float" or "int64_t"
@@ -83,7 +83,7 @@ class CArray:
 
 
 def _check_size(data: bytes, model: OnnxModel) -> None:
-    """The compiler's memory and time are a large multiple of these."""
+    """Limit the size, because memory and time of the compiler are a large multiple of it."""
     nodes = sum(model.operators.values())
     if len(data) > MAX_FILE or nodes > MAX_NODES:
         raise BackendError(
@@ -104,7 +104,7 @@ def check_operators(model: OnnxModel) -> None:
         leading = node.operator in LAYOUT_OPERATORS or (node.operator == "Gather" and position not in lookups)
         if leading and not constants.issuperset(filter(None, node.inputs[1:])):
             raise BackendError(
-                f"a compiled trunk cannot contain a {node.operator} that is led by a computed tensor; "
+                f"a compiled trunk cannot contain a {node.operator} with a computed shape, axis or index; "
                 "export with constant shapes, or use onnxruntime"
             )
 
@@ -128,7 +128,7 @@ def generate_c(data: bytes, model: OnnxModel, name: str = "trunk", templates: Pa
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise BackendError(f"name: expected a C identifier, got {name!r}")
     generator_version()
-    # The generator's own folder first, so that its imports cannot meet a file of the user's.
+    # The generator's folder first, so that its imports cannot find a file of the user.
     home = str(importlib.metadata.distribution(GENERATOR).locate_file(""))
     folders = [home, *(folder for folder in sys.path if os.path.isabs(folder))]
     arguments = [sys.executable, "-I", _generate.__file__, name, "\n".join(folders), str(templates or "")]
@@ -139,7 +139,7 @@ def generate_c(data: bytes, model: OnnxModel, name: str = "trunk", templates: Pa
     if done.returncode == 0:
         return done.stdout.decode("ascii")
     reason = done.stderr.decode(errors="replace").strip()[-1000:]
-    if done.returncode == _generate.REFUSED:
+    if done.returncode == _generate.REJECTED:
         raise UnfitError(reason)
     raise BackendError(
         reason if done.returncode == 1 and reason else f"{GENERATOR} ended with {done.returncode}: {reason}"

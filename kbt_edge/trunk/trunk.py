@@ -92,7 +92,7 @@ class Trunk:
         """Run the trunk: one array per input → h, (rows, d).
 
         An input may leave out leading axes of length 1. The result is a buffer that the next call overwrites, unless
-        ``copy``. A refused input leaves the previous h in place.
+        ``copy``. A rejected input leaves the previous h in place.
         """
         if len(inputs) != len(self._inputs):
             names = ", ".join(spec.name for spec in self._inputs)
@@ -100,7 +100,7 @@ class Trunk:
         for slot, value in zip(self._slots, inputs, strict=True):
             slot.fill(value)
         if self._runner.run() != 0:
-            raise self._refusal()
+            raise self._rejection()
         return self._h.copy() if copy else self._h
 
     def pipeline_ends(self) -> tuple[int, Float32, Float32] | None:
@@ -199,7 +199,7 @@ class Trunk:
         self._h.fill(0.0)
 
     def _compare_with_onnxruntime(self, data: bytes, path: Path) -> dict[str, Any]:
-        """Run a freshly built library beside onnxruntime, where that is installed, and refuse it if they disagree.
+        """Run a freshly built library beside onnxruntime, where that is installed, and reject it if they disagree.
 
         The times go on record too: sums in a fixed order are not vectorised, so large trunks run faster there.
         """
@@ -235,10 +235,10 @@ class Trunk:
             **{f"{name}_us": round(1e6 * float(np.median(taken)), 1) for name, taken in times.items()},
         }
 
-    def _refusal(self) -> KbtError:
-        """Why the runner refused the values now in the buffers."""
+    def _rejection(self) -> KbtError:
+        """Why the runner rejected the values now in the buffers."""
         for slot in self._slots:
-            error = slot.refusal()
+            error = slot.rejection()
             if error is not None:
                 return error
         return NumericsError("trunk: its output is not finite; an input is too large for this network")

@@ -286,7 +286,7 @@ def test_the_c_loop_takes_labels_rows_and_float64() -> None:
     assert head.to_bytes() == same.to_bytes()
 
 
-def test_the_c_loop_stops_at_a_sample_that_is_refused() -> None:
+def test_the_c_loop_stops_at_a_sample_that_is_rejected() -> None:
     head = kbt.Head(np.ones((1, 2)))
     h = np.ones((4, 2), np.float32)
     h[2] = np.nan
@@ -383,11 +383,11 @@ def test_settings_are_given_back() -> None:
     assert tiny / np.float32(10) > 0
 
 
-def test_what_the_system_refuses_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+def test_what_the_system_rejects_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reject(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    monkeypatch.setattr(os, "sched_setscheduler", reject)
     with realtime.settings(fifo=50, cpu=4095, ftz=False) as told:
         state = {entry["name"]: entry for entry in told}
     assert not state["fifo"]["applied"]
@@ -550,7 +550,7 @@ def test_a_sweep_leaves_out_what_would_not_fit_and_says_so(monkeypatch: pytest.M
     assert [fit["of"] for fit in told["exponents"]] == ["factors"] * 4
 
 
-def test_unknown_axes_are_refused() -> None:
+def test_unknown_axes_are_rejected() -> None:
     with pytest.raises(kbt.RangeError, match="'width'"):
         sweep.axes("d,width")
     assert sweep.axes("dtype, d") == ["d", "dtype"]
@@ -648,7 +648,7 @@ def test_token_models_are_measured_too(tmp_path: Path, capsys: pytest.CaptureFix
         (["--compare", "one.json"], "two"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(
+def test_options_that_make_no_sense_are_rejected(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     code, out, err = call(capsys, "bench", *arguments, "--out", str(tmp_path / "out"))
@@ -710,7 +710,7 @@ def test_other_models_are_not_passed_off_as_other_boards(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": "something else"}', "\x00\x01"])
-def test_foreign_files_are_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_files_are_rejected(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = Result(1).write(tmp_path / "good.json"), tmp_path / "bad.json"
     bad.write_text(content)
     code, _, err = call(capsys, "bench", "--compare", str(good), str(bad))

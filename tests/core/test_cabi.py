@@ -1,4 +1,4 @@
-"""The C ABI of the installed library: every function, every refusal, the same bytes as Python, and no allocation."""
+"""The C ABI of the installed library: every function, every rejection, the same bytes as Python, and no allocation."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class CHead:
         )
 
     def predict(self, h: Any) -> tuple[int, bytes]:
-        """Status, and all results: zeros where the call was refused."""
+        """Status, and all results: zeros where the call was rejected."""
         h = self.array(h)
         rows = h.size // self.d
         K = rows * self.d_o
@@ -241,7 +241,7 @@ def test_a_bad_entry_of_an_array_is_named(entry: tuple[str, int, Any]) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"output": 1, "rule": 1}, {"output": 1, "noise": 1}, {"rule": 1, "noise": 1}])
-def test_settings_that_contradict_each_other_are_refused(fields: dict[str, int]) -> None:
+def test_settings_that_contradict_each_other_are_rejected(fields: dict[str, int]) -> None:
     assert C.kbt_config_check(config(3, 6, 2, **fields), NULL) == C.KBT_E_CONFIG
 
 
@@ -251,7 +251,7 @@ def test_softmax_needs_two_outputs() -> None:
 
 @pytest.mark.parametrize("covariance", range(3))
 @pytest.mark.parametrize("dtype", range(2))
-def test_a_size_that_no_address_can_reach_is_refused(covariance: int, dtype: int) -> None:
+def test_a_size_that_no_address_can_reach_is_rejected(covariance: int, dtype: int) -> None:
     cfg = config(*[2**20] * 9, max_rows=2**20, covariance=covariance, dtype=dtype)
     assert C.kbt_config_check(cfg, NULL) == C.KBT_E_SIZE
     assert C.kbt_arena_bytes(cfg) == 0
@@ -303,7 +303,7 @@ def test_nothing_is_written_behind_the_arena_or_the_results(widths: tuple[int, .
         assert (guard == GUARD).all()
 
 
-# ---- refusals ------------------------------------------------------------------------------------------------------
+# ---- rejections ------------------------------------------------------------------------------------------------------
 
 NULL_CALLS: dict[str, Callable[[CHead, dict[str, Any]], int]] = {
     "config_check": lambda x, a: C.kbt_config_check(NULL, NULL),
@@ -355,7 +355,7 @@ NULL_CALLS: dict[str, Callable[[CHead, dict[str, Any]], int]] = {
 
 
 @pytest.mark.parametrize("call", NULL_CALLS.values(), ids=NULL_CALLS.keys())
-def test_a_null_pointer_is_refused(call: Callable[[CHead, dict[str, Any]], int], head: CHead) -> None:
+def test_a_null_pointer_is_rejected(call: Callable[[CHead, dict[str, Any]], int], head: CHead) -> None:
     room, guard = guarded(4096)
     room[:] = 0
     h = pointer(room)
@@ -376,7 +376,7 @@ def test_functions_without_a_status_answer_null_with_nothing() -> None:
     assert C.kbt_state_size(NULL) == 0
 
 
-def test_rows_outside_the_range_are_refused(head: CHead) -> None:
+def test_rows_outside_the_range_are_rejected(head: CHead) -> None:
     h, y, mean = (np.zeros(64, np.float32) for _ in range(3))
     labels = ffi.new("int32_t[8]")
     before, rejected = head.state(), head.rejected()
@@ -389,7 +389,7 @@ def test_rows_outside_the_range_are_refused(head: CHead) -> None:
 
 
 @pytest.mark.parametrize("value", [nan, inf, -inf])
-def test_what_is_not_finite_is_refused(head: CHead, value: float) -> None:
+def test_what_is_not_finite_is_rejected(head: CHead, value: float) -> None:
     before = head.state()
     for i in range(3):
         h = H.copy()
@@ -409,7 +409,7 @@ def test_what_is_not_finite_is_refused(head: CHead, value: float) -> None:
     assert head.state() == before
 
 
-def test_what_would_overflow_is_refused(head: CHead) -> None:
+def test_what_would_overflow_is_rejected(head: CHead) -> None:
     before, result = head.state(), ffi.new("kbt_result *", [7.0, 7.0])
     assert head.update(np.full(3, 3e38), Y, result=result) == C.KBT_E_RANGE
     assert head.update(H, np.full(2, 3e38), result=result) == C.KBT_E_RANGE
@@ -422,7 +422,7 @@ def test_what_would_overflow_is_refused(head: CHead) -> None:
     [[-1.0], [1.0, -1.0], [nan], [1.0, inf], [1.0] * 3, [1.0] * 5, [1.0, 2.0, 2.0, 1.0], [1.0, 0.5, 0.4, 1.0],
      [-1.0, 0.0, 0.0, 1.0]],
 )  # fmt: skip
-def test_bad_noise_is_refused(head: CHead, noise: list[float]) -> None:
+def test_bad_noise_is_rejected(head: CHead, noise: list[float]) -> None:
     before, R = head.state(), head.array(noise)
     assert C.kbt_set_noise(head.head, pointer(R), R.size) == C.KBT_E_NOISE
     assert head.update(H, Y, R) == C.KBT_E_NOISE
@@ -431,7 +431,7 @@ def test_bad_noise_is_refused(head: CHead, noise: list[float]) -> None:
     assert head.state() == before
 
 
-def test_an_indefinite_noise_matrix_is_refused_although_each_pair_is_possible() -> None:
+def test_an_indefinite_noise_matrix_is_rejected_although_each_pair_is_possible() -> None:
     head = CHead(2, 3)
     before = head.state()
     R = head.array([[1.0, 0.9, -0.9], [0.9, 1.0, 0.9], [-0.9, 0.9, 1.0]])  # eigenvalue -0.8
@@ -444,14 +444,14 @@ def test_an_indefinite_noise_matrix_is_refused_although_each_pair_is_possible() 
 @pytest.mark.parametrize("scale", [2.0**-20, 1.0, 2.0**20])
 @pytest.mark.parametrize("n", [2, 3, 6])
 def test_a_noise_matrix_may_miss_being_semidefinite_by_rounding_alone(n: int, scale: float, dtype: int) -> None:
-    """By 16 n roundings of its largest variance: half of that is accepted, twice as much refused."""
+    """By 16 n roundings of its largest variance: half of that is accepted, twice as much rejected."""
     head = CHead(2, n, dtype=dtype)
     rounding = 16 * n * np.finfo(head.dtype).eps
     for missing, wanted in ((0.5 * rounding, C.KBT_OK), (2.0 * rounding, C.KBT_E_NOISE)):
         R = (1 + missing) * np.ones((n, n)) - missing * np.eye(n)  # eigenvalues 1 + (n - 1)(1 + missing), -missing
         assert C.kbt_set_noise(head.head, pointer(head.array(scale * R)), n * n) == wanted
-        refused = head.update([1.0, 1.0], np.zeros(n), scale * R) == C.KBT_E_NOISE  # or for its range, when it is huge
-        assert refused == (wanted == C.KBT_E_NOISE)
+        rejected = head.update([1.0, 1.0], np.zeros(n), scale * R) == C.KBT_E_NOISE  # or for its range, when it is huge
+        assert rejected == (wanted == C.KBT_E_NOISE)
         if n == 2:
             continue
         R[0], R[:, 0], R[0, 0] = 0.0, 0.0, 64.0  # a large variance that has nothing to do with the others
@@ -472,7 +472,7 @@ def test_a_noise_of_one_direction_is_accepted_however_it_was_rounded(n: int, dty
 
 
 @pytest.mark.parametrize("count", [-1, 0, 3, 5, 2**31 - 1, -(2**31)])
-def test_a_noise_count_that_fits_nothing_is_refused(head: CHead, count: int) -> None:
+def test_a_noise_count_that_fits_nothing_is_rejected(head: CHead, count: int) -> None:
     R, before = np.ones(8, np.float32), head.state()
     assert C.kbt_set_noise(head.head, pointer(R), count) == C.KBT_E_NOISE
     assert C.kbt_update(head.head, pointer(H), 1, pointer(Y), pointer(R), count, NULL) == C.KBT_E_NOISE
@@ -525,7 +525,7 @@ def test_setting_a_prior_or_a_state_forgets_the_prediction(head: CHead) -> None:
         assert C.kbt_observe(head.head, pointer(Y), NULL, 0, NULL) == C.KBT_E_ORDER
 
 
-def test_a_layer_that_is_not_there_is_refused(head: CHead) -> None:
+def test_a_layer_that_is_not_there_is_rejected(head: CHead) -> None:
     room = np.full(4096, GUARD, np.uint8)
     for layer in (-1, 2, 2**31 - 1, -(2**31)):
         assert C.kbt_get_mean(head.head, layer, pointer(room)) == C.KBT_E_LAYER
@@ -594,7 +594,7 @@ def test_the_gate_reports_and_counts() -> None:
     assert C.kbt_samples(head.head) == 1
 
 
-# ---- a refused call changes nothing: neither bytes nor any later answer ---------------------------------------------
+# ---- a rejected call changes nothing: neither bytes nor any later answer ---------------------------------------------
 
 
 def extremes(dtype: Any) -> list[float]:
@@ -605,7 +605,7 @@ def extremes(dtype: Any) -> list[float]:
 
 @pytest.mark.parametrize("dtype", [0, 1])
 @pytest.mark.parametrize("widths", [(2, 4, 8, 5), (2, 5, 4, 3), (3, 12, 4), (4, 8, 12, 5)], ids=str)
-def test_a_refused_prediction_leaves_a_full_head_as_useful_as_before(widths: tuple[int, ...], dtype: int) -> None:
+def test_a_rejected_prediction_leaves_a_full_head_as_useful_as_before(widths: tuple[int, ...], dtype: int) -> None:
     """Inputs of every size, as each layer can be the first one that overflows, and leaves infinities behind."""
     prior_var, rng = [1e-6] * (len(widths) - 2) + [10.0], np.random.default_rng(1)
     head = CHead(*widths, covariance=C.KBT_FULL, dtype=dtype, prior_var=prior_var)
@@ -660,7 +660,7 @@ def test_a_long_lived_head_answers_like_a_copy_made_from_its_bytes(
     assert {C.KBT_OK, C.KBT_E_RANGE, C.KBT_E_NONFINITE} <= statuses
 
 
-REFUSED: dict[str, Callable[[CHead, float], int]] = {
+REJECTED: dict[str, Callable[[CHead, float], int]] = {
     "predict range": lambda x, huge: x.predict(np.full((2, x.d), huge))[0],
     "predict finite": lambda x, huge: x.predict([nan] * x.d)[0],
     "update range h": lambda x, huge: x.update(np.full((1, x.d), huge), np.eye(x.d_o)[:1]),
@@ -679,13 +679,13 @@ REFUSED: dict[str, Callable[[CHead, float], int]] = {
 
 @pytest.mark.parametrize("fields", KINDS, ids=str)
 @pytest.mark.parametrize("widths", [(3, 2), (2, 4, 8, 3)], ids=str)
-def test_a_prediction_waits_to_be_observed_whatever_is_refused_meanwhile(
+def test_a_prediction_waits_to_be_observed_whatever_is_rejected_meanwhile(
     widths: tuple[int, ...], fields: dict[str, Any]
 ) -> None:
     head = CHead(*widths, max_rows=2, prior_var=[0.1] * 8, **fields)
     rng = np.random.default_rng(3)
     assert head.set_prior(rng.normal(size=(head.d_o, head.d)), np.zeros(head.d_o)) == C.KBT_OK
-    for name, call in REFUSED.items():
+    for name, call in REJECTED.items():
         h, y = rng.normal(size=(2, head.d)), np.eye(head.d_o)[[0, 1]]
         undisturbed, result, other = head.copy(), ffi.new("kbt_result *"), ffi.new("kbt_result *")
         assert head.predict(h)[0] == undisturbed.predict(h)[0] == C.KBT_OK

@@ -1,4 +1,4 @@
-"""Bad input is refused with a typed error that names it, and nothing changes; odd but good input is read correctly."""
+"""Bad input is rejected with a typed error that names it, and nothing changes; odd but good input is read correctly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make(**settings: Any) -> kbt.Head:
     return head
 
 
-def refused(
+def rejected(
     error: type[KbtError],
     argument: str,
     call: Callable[[], object],
@@ -118,54 +118,54 @@ BAD_NOISE: Bad = {name: case for name, case in bad_reals(Y).items() if name not 
 
 
 @table(BAD_H)
-def test_predict_refuses_a_bad_h(value: Any, error: type[KbtError]) -> None:
+def test_predict_rejects_a_bad_h(value: Any, error: type[KbtError]) -> None:
     head = make()
-    refused(error, "h", lambda: head.predict(value), head)
+    rejected(error, "h", lambda: head.predict(value), head)
 
 
 @table(BAD_H)
-def test_update_refuses_a_bad_h(value: Any, error: type[KbtError]) -> None:
+def test_update_rejects_a_bad_h(value: Any, error: type[KbtError]) -> None:
     head = make()
     head.predict(H)  # update must never fall back on an earlier prediction
     y = np.zeros((np.shape(value)[0], D_O)) if isinstance(value, np.ndarray) and value.ndim == 2 else Y
-    refused(error, "h", lambda: head.update(value, y), head)
+    rejected(error, "h", lambda: head.update(value, y), head)
 
 
 @table(BAD_Y)
-def test_update_refuses_a_bad_y(value: Any, error: type[KbtError]) -> None:
+def test_update_rejects_a_bad_y(value: Any, error: type[KbtError]) -> None:
     head = make()
-    refused(error, "y", lambda: head.update(H, value), head)
+    rejected(error, "y", lambda: head.update(H, value), head)
 
 
 @table(BAD_Y)
-def test_observe_refuses_a_bad_y_and_keeps_the_prediction(value: Any, error: type[KbtError]) -> None:
+def test_observe_rejects_a_bad_y_and_keeps_the_prediction(value: Any, error: type[KbtError]) -> None:
     head, other = make(), make()
     head.predict(H)
-    refused(error, "y", lambda: head.observe(value), head)
+    rejected(error, "y", lambda: head.observe(value), head)
     assert head.observe(Y) == other.update(H, Y)
     assert head.to_bytes() == other.to_bytes()
 
 
 @table(BAD_NOISE)
-def test_update_and_observe_refuse_a_bad_noise_var(value: Any, error: type[KbtError]) -> None:
+def test_update_and_observe_reject_a_bad_noise_var(value: Any, error: type[KbtError]) -> None:
     head = make()
-    refused(error, "noise_var", lambda: head.update(H, Y, value), head)
+    rejected(error, "noise_var", lambda: head.update(H, Y, value), head)
     head.predict(H)
-    refused(error, "noise_var", lambda: head.observe(Y, value), head)
+    rejected(error, "noise_var", lambda: head.observe(Y, value), head)
 
 
-def test_an_adaptive_head_refuses_a_noise_matrix() -> None:
+def test_an_adaptive_head_rejects_a_noise_matrix() -> None:
     head = make(noise="adaptive")
-    refused(ShapeError, "noise_var", lambda: head.update(H, Y, np.eye(2)), head)
-    refused(ShapeError, "noise_var", lambda: make(noise="adaptive", noise_var=np.eye(2)))
+    rejected(ShapeError, "noise_var", lambda: head.update(H, Y, np.eye(2)), head)
+    rejected(ShapeError, "noise_var", lambda: make(noise="adaptive", noise_var=np.eye(2)))
 
 
 @pytest.mark.parametrize(
     "value", [0.1, np.array([0.1, 0.1], np.float32), np.eye(2)], ids=["scalar", "vector", "matrix"]
 )
-def test_a_multinomial_head_refuses_a_noise_var(value: Any) -> None:
+def test_a_multinomial_head_rejects_a_noise_var(value: Any) -> None:
     head = make(output="softmax", noise="multinomial")
-    refused(RangeError, "noise_var", lambda: head.update(H, 1, value), head)
+    rejected(RangeError, "noise_var", lambda: head.update(H, 1, value), head)
 
 
 BAD_LABELS: Bad = {
@@ -192,48 +192,48 @@ BAD_LABELS: Bad = {
 
 
 @table(BAD_LABELS)
-def test_a_softmax_head_refuses_a_bad_label(value: Any, error: type[KbtError]) -> None:
+def test_a_softmax_head_rejects_a_bad_label(value: Any, error: type[KbtError]) -> None:
     head = make(output="softmax")
-    refused(error, "y", lambda: head.update(H, value), head)
+    rejected(error, "y", lambda: head.update(H, value), head)
     head.predict(H)
-    refused(error, "y", lambda: head.observe(value), head)
+    rejected(error, "y", lambda: head.observe(value), head)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("labels", [[[0], [1]], [[0, 1]], [0], [0, 1, 1], [0, 2]], ids=str)
-def test_labels_of_the_wrong_shape_or_range_are_refused_in_every_integer_type(labels: Any, dtype: type) -> None:
+def test_labels_of_the_wrong_shape_or_range_are_rejected_in_every_integer_type(labels: Any, dtype: type) -> None:
     head = make(output="softmax")
     y: np.ndarray = np.array(labels, dtype)
     error = RangeError if y.max() > 1 else ShapeError
-    refused(error, "y", lambda: head.update(np.stack([H, H]), y), head)
+    rejected(error, "y", lambda: head.update(np.stack([H, H]), y), head)
 
 
 def test_a_gaussian_head_learns_no_labels() -> None:
     head = make()
-    refused(ShapeError, "y", lambda: head.update(H, 1), head)
-    refused(ShapeError, "y", lambda: head.update(H, np.array([1], np.int32)), head)
+    rejected(ShapeError, "y", lambda: head.update(H, 1), head)
+    rejected(ShapeError, "y", lambda: head.update(H, np.array([1], np.int32)), head)
 
 
 def test_observe_needs_a_prediction_of_its_own() -> None:
     head = make()
-    refused(
+    rejected(
         RangeError, "observe", lambda: head.observe(Y), head, "call predict first"
     )  # the update before has spent its forward pass
     head.predict(H)
     head.observe(Y)
-    refused(RangeError, "observe", lambda: head.observe(Y), head, "call predict first")
+    rejected(RangeError, "observe", lambda: head.observe(Y), head, "call predict first")
     head.predict(H)
     head.update(H, Y)
-    refused(RangeError, "observe", lambda: head.observe(Y), head, "call predict first")
+    rejected(RangeError, "observe", lambda: head.observe(Y), head, "call predict first")
     head.predict(H)
     head.restore(head.to_bytes())
-    refused(RangeError, "observe", lambda: head.observe(Y), head, "call predict first")
+    rejected(RangeError, "observe", lambda: head.observe(Y), head, "call predict first")
 
 
-def test_after_a_refused_update_observe_learns_at_the_h_that_was_predicted() -> None:
+def test_after_a_rejected_update_observe_learns_at_the_h_that_was_predicted() -> None:
     head, other = make(), make()
     head.predict(H)
-    refused(NumericsError, "y", lambda: head.update(-7 * H, np.full(2, 3e38, np.float32)), head)
+    rejected(NumericsError, "y", lambda: head.update(-7 * H, np.full(2, 3e38, np.float32)), head)
     head.observe(Y)
     other.update(H, Y)
     assert head.to_bytes() == other.to_bytes()
@@ -249,8 +249,8 @@ def test_a_number_is_a_target_for_one_output(h: np.ndarray, dtype: str) -> None:
         head.predict(h)
         answers.add((head.observe(y), head.update(h, y), head.update(h, y, 0.5), head.to_bytes()))
     assert len(answers) == 1
-    refused(DtypeError, "y", lambda: head.update(h, True), head)
-    refused(ShapeError, "y", lambda: head.update(np.stack([H, H]), 2.0), head)
+    rejected(DtypeError, "y", lambda: head.update(h, True), head)
+    rejected(ShapeError, "y", lambda: head.update(np.stack([H, H]), 2.0), head)
 
 
 @pytest.mark.parametrize("errors", ["warn", "raise"])
@@ -264,7 +264,7 @@ def test_a_number_is_a_target_for_one_output(h: np.ndarray, dtype: str) -> None:
     ],
     ids=str,
 )
-def test_a_refused_sample_is_counted_once_and_recorded_once(
+def test_a_rejected_sample_is_counted_once_and_recorded_once(
     value: float, message: str, form: Callable[..., Any], errors: Any
 ) -> None:
     if value == 1e39 and form is np.float32:
@@ -273,22 +273,22 @@ def test_a_refused_sample_is_counted_once_and_recorded_once(
     head.record(10)
     y = form([1.0, value])
     with np.errstate(all=errors):
-        refused(NumericsError, "y", lambda: head.update(H, y), head)
+        rejected(NumericsError, "y", lambda: head.update(H, y), head)
         with pytest.raises(NumericsError, match=message):
             head.update(H, y)
     assert head.counters.rejected == len(FlightLog(head.flight_log())) == 2
     head.predict(H)
     with np.errstate(all=errors):
-        refused(NumericsError, "y", lambda: head.observe(y), head)
+        rejected(NumericsError, "y", lambda: head.observe(y), head)
     assert head.counters.rejected == len(FlightLog(head.flight_log())) == 3
 
 
-def test_a_refused_prediction_is_counted_once() -> None:
+def test_a_rejected_prediction_is_counted_once() -> None:
     head = make()
     for count, h in enumerate(
         ([1e38] * D, np.full(D, 1e38), np.full(D, 1e38, np.float32), [1e39] * D, [np.nan] * D), 1
     ):
-        refused(NumericsError, "h", partial(head.predict, h), head)
+        rejected(NumericsError, "h", partial(head.predict, h), head)
         assert head.counters.rejected == count
 
 
@@ -304,7 +304,7 @@ class Calling:
 
 
 @pytest.mark.parametrize("argument", ["y", "noise_var"])
-def test_a_target_that_uses_the_head_while_it_is_converted_is_refused(argument: str) -> None:
+def test_a_target_that_uses_the_head_while_it_is_converted_is_rejected(argument: str) -> None:
     head, other = make(), make()
     for call in (lambda: head.predict(-H), lambda: head.predict(H), lambda: head.observe(Y)):
         head.predict(H)
@@ -327,10 +327,10 @@ def test_dtypes_with_metadata_are_read_as_what_they_are() -> None:
 def test_y_must_have_the_rows_of_the_prediction() -> None:
     head = make()
     head.predict(np.stack([H, H]))
-    refused(ShapeError, "y", lambda: head.observe(Y), head)
-    refused(ShapeError, "y", lambda: head.observe(np.stack([Y, Y, Y])), head)
+    rejected(ShapeError, "y", lambda: head.observe(Y), head)
+    rejected(ShapeError, "y", lambda: head.observe(np.stack([Y, Y, Y])), head)
     head.predict(H)
-    refused(ShapeError, "y", lambda: head.observe(np.stack([Y, Y])), head)
+    rejected(ShapeError, "y", lambda: head.observe(np.stack([Y, Y])), head)
 
 
 # ---- Head and from_means -------------------------------------------------------------------------------------------
@@ -350,27 +350,27 @@ BAD_BIAS: Bad = {name: case for name, case in bad_reals(Y).items() if name != "N
 
 
 @table(BAD_WEIGHT)
-def test_a_bad_weight_is_refused(value: Any, error: type[KbtError]) -> None:
-    refused(error, "weight", lambda: kbt.Head(value, Y))
+def test_a_bad_weight_is_rejected(value: Any, error: type[KbtError]) -> None:
+    rejected(error, "weight", lambda: kbt.Head(value, Y))
 
 
 @table(BAD_BIAS)
-def test_a_bad_bias_is_refused(value: Any, error: type[KbtError]) -> None:
-    refused(error, "bias", lambda: kbt.Head(WEIGHT, value))
+def test_a_bad_bias_is_rejected(value: Any, error: type[KbtError]) -> None:
+    rejected(error, "bias", lambda: kbt.Head(WEIGHT, value))
 
 
 @table(
     bad_reals(MEANS[1])
     | {"1-d": (Y, ShapeError), "0-d": (1.0, ShapeError), "no neurons": (np.zeros((0, 5)), ShapeError)}
 )
-def test_bad_means_are_refused(value: Any, error: type[KbtError]) -> None:
-    refused(error, "means[1]", lambda: kbt.Head.from_means([MEANS[0], value]))
+def test_bad_means_are_rejected(value: Any, error: type[KbtError]) -> None:
+    rejected(error, "means[1]", lambda: kbt.Head.from_means([MEANS[0], value]))
 
 
 @pytest.mark.parametrize(
     "means", [[], None, 3.0, [np.ones(4)], [np.ones((2, 1))]], ids=["empty", "None", "3.0", "1-d", "bias only"]
 )
-def test_means_that_are_no_layers_are_refused(means: Any) -> None:
+def test_means_that_are_no_layers_are_rejected(means: Any) -> None:
     with pytest.raises(KbtError, match=r"means.*expected.*got"):
         kbt.Head.from_means(means)
 
@@ -432,13 +432,13 @@ SETTINGS: list[tuple[str, Any, type[KbtError], dict[str, Any]]] = [
     SETTINGS,
     ids=[f"{name}={value!r}"[:40] for name, value, *_ in SETTINGS],
 )
-def test_a_bad_setting_is_refused(argument: str, value: Any, error: type[KbtError], others: dict[str, Any]) -> None:
+def test_a_bad_setting_is_rejected(argument: str, value: Any, error: type[KbtError], others: dict[str, Any]) -> None:
     settings = {"hidden": (6,), **others, argument: value}
-    refused(error, argument, lambda: kbt.Head(WEIGHT, Y, **settings))
+    rejected(error, argument, lambda: kbt.Head(WEIGHT, Y, **settings))
 
 
 def test_a_head_that_takes_more_than_a_gibibyte_is_made_only_if_asked_for() -> None:
-    """Refused before anything is allocated: no machine has room for the second one."""
+    """Rejected before anything is allocated: no machine has room for the second one."""
     weight = np.ones((1, 16))
     for settings in ({"hidden": (100_000,)}, {"hidden": (20_000,), "covariance": "full"}):
         with pytest.raises(RangeError, match=r"max_memory = 1 GiB, got one of [\d.e+]+ GiB \(widths 16 → \d+ → 1,"):
@@ -451,11 +451,11 @@ def test_a_head_that_takes_more_than_a_gibibyte_is_made_only_if_asked_for() -> N
     assert kbt.Head(weight, max_memory=small.nbytes).nbytes == small.nbytes
     with pytest.raises(RangeError, match="max_memory"):
         kbt.Head(weight, max_memory=small.nbytes - 1)
-    refused(DtypeError, "max_memory", lambda: kbt.Head(weight, max_memory=1e9))  # type: ignore[arg-type]
+    rejected(DtypeError, "max_memory", lambda: kbt.Head(weight, max_memory=1e9))  # type: ignore[arg-type]
 
 
 def test_softmax_needs_two_outputs() -> None:
-    refused(RangeError, "output", lambda: kbt.Head(WEIGHT[:1], output="softmax"))
+    rejected(RangeError, "output", lambda: kbt.Head(WEIGHT[:1], output="softmax"))
 
 
 def test_an_unknown_keyword_is_a_type_error() -> None:
@@ -480,15 +480,15 @@ BAD_BLOBS: dict[str, tuple[Callable[[bytes], Any], type[KbtError]]] = {
 
 
 @pytest.mark.parametrize(("spoil", "error"), BAD_BLOBS.values(), ids=BAD_BLOBS.keys())
-def test_a_bad_blob_is_refused(spoil: Callable[[bytes], Any], error: type[KbtError]) -> None:
+def test_a_bad_blob_is_rejected(spoil: Callable[[bytes], Any], error: type[KbtError]) -> None:
     head = make()
     blob = spoil(head.to_bytes())
     says = "head state" if error is BundleError else "expected .*got"
-    refused(error, "blob", lambda: head.restore(blob), head, says)
-    refused(error, "blob", lambda: kbt.Head.from_bytes(blob), says=says)
+    rejected(error, "blob", lambda: head.restore(blob), head, says)
+    rejected(error, "blob", lambda: kbt.Head.from_bytes(blob), says=says)
 
 
-def test_the_blob_of_another_configuration_is_refused() -> None:
+def test_the_blob_of_another_configuration_is_rejected() -> None:
     head = make()
     for other in (
         make(forgetting=0.5),
@@ -497,7 +497,7 @@ def test_the_blob_of_another_configuration_is_refused() -> None:
         make(output="softmax"),
         make(gate=9.0),
     ):
-        refused(
+        rejected(
             BundleError, "blob", partial(head.restore, other.to_bytes()), head, "head state of another configuration"
         )
 
@@ -506,7 +506,7 @@ def test_the_blob_of_another_configuration_is_refused() -> None:
 def test_load_names_the_file_it_cannot_use(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "head.kbt"
     path.write_bytes(content)
-    refused(BundleError, str(path), lambda: kbt.Head.load(path), says="head state")
+    rejected(BundleError, str(path), lambda: kbt.Head.load(path), says="head state")
 
 
 @pytest.mark.parametrize("name", ["missing.kbt", ".", "nowhere/head.kbt"])
@@ -657,7 +657,7 @@ EXTREME_HEADS = [
 
 
 @pytest.mark.parametrize("settings", EXTREME_HEADS, ids=lambda s: "-".join(map(str, s.values())))
-def test_extreme_finite_input_is_refused_or_gives_a_finite_result(settings: dict[str, Any]) -> None:
+def test_extreme_finite_input_is_rejected_or_gives_a_finite_result(settings: dict[str, Any]) -> None:
     settings = dict(settings)
     hidden = settings.pop("hidden")
     extremes = EXTREMES[settings["dtype"]]
@@ -665,7 +665,7 @@ def test_extreme_finite_input_is_refused_or_gives_a_finite_result(settings: dict
     fresh = kbt.Head(
         [[1.0, 0.5, -0.5], [0.25, 0.0, 2.0]], hidden=hidden, prior_var=0.1, **{"noise_var": 1e-2, **settings}
     ).to_bytes()
-    refusals = 0
+    rejections = 0
     for trial in range(150):
         if trial % 5 == 0:
             head = kbt.Head.from_bytes(fresh)
@@ -679,7 +679,7 @@ def test_extreme_finite_input_is_refused_or_gives_a_finite_result(settings: dict
             p = head.predict(h)
             u = head.update(h, y, noise)
         except NumericsError:
-            refusals += 1
+            rejections += 1
             assert head.to_bytes() == before
             continue
         for array in (*p, np.array([u.nis, u.log_likelihood])):
@@ -690,7 +690,7 @@ def test_extreme_finite_input_is_refused_or_gives_a_finite_result(settings: dict
             assert np.isfinite(layer.cov).all()
         assert head.health().smallest_var >= 0
         kbt.Head.from_bytes(head.to_bytes())  # a state that its own loader accepts
-    assert refusals > 0  # the extremes are extreme enough
+    assert rejections > 0  # the extremes are extreme enough
 
 
 def spread(rng: np.random.Generator, shape: tuple[int, ...], digits: float) -> np.ndarray:
@@ -732,7 +732,7 @@ def test_rows_of_every_magnitude_never_leave_a_state_that_is_not_finite(settings
 )
 def test_variances_never_outgrow_their_type(covariance: str, outputs: int, hidden: tuple[int, ...], dtype: str) -> None:
     """`replace` lets them grow from whatever they are to whatever the noise is, in directions of every steepness."""
-    rng, learned, refusals = np.random.default_rng(0), 0, 0
+    rng, learned, rejections = np.random.default_rng(0), 0, 0
     most = 30.0 if dtype == "float32" else 250.0
     for trial in range(320):
         if trial % 8 == 0:
@@ -745,14 +745,14 @@ def test_variances_never_outgrow_their_type(covariance: str, outputs: int, hidde
             head.update(h, np.zeros((len(h), outputs)), 10.0 ** rng.uniform(-9, most))
             learned += 1
         except NumericsError:
-            refusals += 1
+            rejections += 1
             assert head.to_bytes() == before
         for layer in head.layers:
             assert np.isfinite(layer.mean).all()
             assert np.isfinite(layer.cov).all()
         kbt.Head.from_bytes(head.to_bytes())  # a state that its own loader accepts
     assert learned > 30
-    assert refusals > 0
+    assert rejections > 0
 
 
 @pytest.mark.parametrize(("dtype", "silent", "heard"), [("float32", 9e-13, 1.1e-12), ("float64", 9e-101, 1.1e-100)])
@@ -767,7 +767,7 @@ def test_inputs_too_small_to_say_anything_count_as_zero(dtype: str, silent: floa
     assert learned(heard) != learned(0.0)
 
 
-def test_the_binding_refuses_what_no_class_of_the_package_sends() -> None:
+def test_the_binding_rejects_what_no_class_of_the_package_sends() -> None:
     head = kbt.Head(np.ones((1, 3)))
     before = head.to_bytes()
     for arguments in ((), (np.ones(3),) * 9):

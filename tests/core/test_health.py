@@ -244,7 +244,7 @@ def test_too_few_samples_is_said_until_there_are_thirty_and_again_after_a_new_st
     assert head.health()[:2] == ("too few samples", 0)
 
 
-def test_a_refused_sample_is_not_judged_and_the_state_knows_nothing_of_it_all() -> None:
+def test_a_rejected_sample_is_not_judged_and_the_state_knows_nothing_of_it_all() -> None:
     head, other = (kbt.Head(np.ones((1, D)), noise_var=0.01) for _ in range(2))
     for step in range(40):
         head.update(np.eye(D)[step % D], [1.0])

@@ -498,7 +498,7 @@ def test_forgetting_keeps_a_head_alert_to_drift() -> None:
     assert errors[0.95] < 0.4 * errors[1.0]
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- rejections -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -521,12 +521,12 @@ def test_forgetting_keeps_a_head_alert_to_drift() -> None:
         {"hidden": (7,)},
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
+def test_settings_that_make_no_sense_are_rejected(settings: dict[str, Any]) -> None:
     with pytest.raises(RangeError):
         make_head(**settings)
 
 
-def test_a_refused_call_changes_nothing() -> None:
+def test_a_rejected_call_changes_nothing() -> None:
     head = make_head(hidden=(8,), output="softmax", noise="multinomial")
     head.update(np.ones(4), 1)
     before = snapshot(head)
@@ -547,7 +547,7 @@ def test_a_refused_call_changes_nothing() -> None:
     assert snapshot(head) == before
 
 
-def test_layers_that_do_not_fit_together_are_refused() -> None:
+def test_layers_that_do_not_fit_together_are_rejected() -> None:
     with pytest.raises(ShapeError):
         ReferenceHead([np.zeros((4, 3)), np.zeros((2, 4))], prior_var=1.0)
     with pytest.raises(ShapeError):

@@ -110,7 +110,7 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 def feed(head: kbt.Head, steps: int, seed: int = 0) -> None:
-    """Every way to teach a head, and some that are refused."""
+    """Every way to teach a head, and some that are rejected."""
     rng = np.random.default_rng(seed)
     dtype, softmax = head.config["dtype"], head.config["output"] == "softmax"
     for step in range(steps):
@@ -157,8 +157,8 @@ def test_whatever_comes_replays_to_the_same_bits(settings: dict[str, Any], sampl
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 1e20), ("float64", 1e155)])
-def test_a_log_of_a_head_that_has_refused_a_prediction_replays_to_the_same_bits(dtype: str, size: float) -> None:
-    """Predictions are not recorded: a refused one must not change what comes after it."""
+def test_a_log_of_a_head_that_has_rejected_a_prediction_replays_to_the_same_bits(dtype: str, size: float) -> None:
+    """Predictions are not recorded: a rejected one must not change what comes after it."""
     rng = np.random.default_rng(5)
     head = kbt.Head(
         rng.normal(size=(5, 2)), hidden=(4, 8), covariance="full", prior_var=(1e-6, 1e-6, 10.0), dtype=dtype
@@ -257,7 +257,7 @@ def test_a_difference_is_found_where_it_is() -> None:
 # ---- the C ABI -------------------------------------------------------------------------------------------------------
 
 
-def test_calls_with_null_and_impossible_rows_are_recorded_and_refused_again() -> None:
+def test_calls_with_null_and_impossible_rows_are_recorded_and_rejected_again() -> None:
     cfg = ffi.new("kbt_config *")
     C.kbt_config_default(cfg, D, 2)
     cfg.max_rows = 2
@@ -325,7 +325,7 @@ def test_a_recorder_needs_its_room() -> None:
     assert C.kbt_flight_bytes(cfg, 10) == 0
 
 
-def test_a_record_that_no_memory_could_hold_is_refused() -> None:
+def test_a_record_that_no_memory_could_hold_is_rejected() -> None:
     cfg = ffi.new("kbt_config *")
     C.kbt_config_default(cfg, 1 << 14, 1)
     cfg.covariance, cfg.max_rows = C.KBT_DIAGONAL, 1 << 14
@@ -375,7 +375,7 @@ def small() -> bytes:
     return head.flight_log()
 
 
-def test_a_log_that_ends_early_or_is_damaged_is_refused(small: bytes) -> None:
+def test_a_log_that_ends_early_or_is_damaged_is_rejected(small: bytes) -> None:
     for length in range(len(small)):
         with pytest.raises(kbt.BundleError, match="flight log"):
             FlightLog(small[:length])
@@ -386,7 +386,7 @@ def test_a_log_that_ends_early_or_is_damaged_is_refused(small: bytes) -> None:
         FlightLog(small + b"\0")
 
 
-def test_forged_logs_are_refused_or_not_reproduced_and_break_nothing(small: bytes) -> None:
+def test_forged_logs_are_rejected_or_not_reproduced_and_break_nothing(small: bytes) -> None:
     """Every byte behind the header changed, with a checksum that is right."""
     rng = np.random.default_rng(0)
     reproduced = 0
@@ -423,7 +423,7 @@ def test_replay_needs_a_log_its_room_and_a_head_of_its_configuration(small: byte
     assert room.intact()
 
 
-def test_a_log_whose_parts_do_not_fit_is_refused(small: bytes) -> None:
+def test_a_log_whose_parts_do_not_fit_is_rejected(small: bytes) -> None:
     short = bytearray(small[:79])  # a sound header, and not even the numbers behind it
     struct.pack_into("<Q", short, 8, len(short))
     longer = bytearray(small + b"\0")  # a record and a bit
@@ -433,7 +433,7 @@ def test_a_log_whose_parts_do_not_fit_is_refused(small: bytes) -> None:
             FlightLog(sealed(bytes(forged)))
 
 
-def test_a_log_that_asks_for_a_huge_head_is_refused_before_memory_is_taken(small: bytes) -> None:
+def test_a_log_that_asks_for_a_huge_head_is_rejected_before_memory_is_taken(small: bytes) -> None:
     log = FlightLog(small)
     base = bytearray(log.base)
     struct.pack_into("<i", base, 24 + 11 * 4, 1 << 15)  # max_rows of the configuration in the state
@@ -446,8 +446,8 @@ def test_a_log_that_asks_for_a_huge_head_is_refused_before_memory_is_taken(small
     forged = bytes(front) + bytes(base)
     struct.pack_into("<Q", front, 8, len(forged))
     forged = sealed(bytes(front) + bytes(base))
-    # In 32 bits the core refuses it first: such a head does not fit into the address space.
-    said = "more than the limit of" if sys.maxsize > 1 << 32 else "values that cannot occur"
+    # In 32 bits the core rejects it first: such a head does not fit into the address space.
+    said = "more than the limit of" if sys.maxsize > 1 << 32 else "impossible values"
     with pytest.raises(kbt.BundleError, match=said):
         FlightLog(forged).replay()
 

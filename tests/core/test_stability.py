@@ -68,7 +68,7 @@ class Found:
 
 
 def simulate(driver: Path, scenario: str, covariance: str, layers: int, outputs: int, updates: int) -> Found:
-    """Runs one scenario. Raises if the driver met anything refused, non-finite or negative."""
+    """Runs one scenario. Raises if the driver met anything rejected, non-finite or negative."""
     file = driver.with_name(f"{scenario}-{covariance}-{layers}-{outputs}")
     nis = float(run(driver, scenario, covariance, layers, outputs, updates, file)) / outputs
     single, double = (parse_state(Path(f"{file}.{dtype}").read_bytes()) for dtype in ("float32", "float64"))

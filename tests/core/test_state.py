@@ -1,4 +1,4 @@
-"""The state blob: documented little-endian bytes that carry everything learned, and refuse to carry anything else."""
+"""The state blob: documented little-endian bytes that carry everything learned, and reject to carry anything else."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ def test_the_bytes_are_little_endian_and_laid_out_as_documented(settings: dict[s
 # ---- damage --------------------------------------------------------------------------------------------------------
 
 
-def refused(blob: bytes, match: str | None = None) -> None:
-    """Refused by both doors, and the head that should have taken it is unmoved."""
+def rejected(blob: bytes, match: str | None = None) -> None:
+    """Rejected by both doors, and the head that should have taken it is unmoved."""
     head = make(SMALL)
     before = head.to_bytes()
     with pytest.raises(BundleError, match=match):
@@ -152,39 +152,39 @@ def refused(blob: bytes, match: str | None = None) -> None:
 
 
 @pytest.mark.long("tries every position of a state blob")
-def test_every_truncation_is_refused() -> None:
+def test_every_truncation_is_rejected() -> None:
     blob = make(SMALL).to_bytes()
     for length in range(len(blob)):
-        refused(blob[:length])
+        rejected(blob[:length])
 
 
 @pytest.mark.long("tries every position of a state blob")
-def test_every_flipped_bit_is_refused() -> None:
+def test_every_flipped_bit_is_rejected() -> None:
     blob = make(SMALL).to_bytes()
     for position in range(len(blob)):
         for bit in range(8):
             damaged = bytearray(blob)
             damaged[position] ^= 1 << bit
-            refused(bytes(damaged))
+            rejected(bytes(damaged))
 
 
 @pytest.mark.long("tries every position of a state blob")
-def test_every_byte_turned_to_00_or_ff_is_refused() -> None:
+def test_every_byte_turned_to_00_or_ff_is_rejected() -> None:
     blob = make(SMALL).to_bytes()
     for position, value in itertools.product(range(len(blob)), (0x00, 0xFF)):
         if blob[position] != value:
-            refused(blob[:position] + bytes([value]) + blob[position + 1 :])
+            rejected(blob[:position] + bytes([value]) + blob[position + 1 :])
 
 
 @pytest.mark.parametrize("tail", [b"\0", b"\0" * 64, b"KBTS"])
-def test_what_follows_the_end_is_refused(tail: bytes) -> None:
-    refused(make(SMALL).to_bytes() + tail)
+def test_what_follows_the_end_is_rejected(tail: bytes) -> None:
+    rejected(make(SMALL).to_bytes() + tail)
 
 
 def test_a_newer_format_says_so() -> None:
     blob = bytearray(make(SMALL).to_bytes())
     blob[4:8] = (2).to_bytes(4, "little")
-    refused(bytes(blob), match="newer")
+    rejected(bytes(blob), match="newer")
 
 
 # ---- intact, but impossible ----------------------------------------------------------------------------------------
@@ -245,32 +245,32 @@ def test_sealing_an_unchanged_body_gives_the_blob_itself() -> None:
     "at", [MEAN, MEAN + 20, VARIANCE, VARIANCE + 20, CORRELATION, CORRELATION + 56, NOISE, NOISE + 4]
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_number_that_is_not_finite_is_refused(at: int, value: float) -> None:
-    refused(with_real(at, value))
+def test_a_number_that_is_not_finite_is_rejected(at: int, value: float) -> None:
+    rejected(with_real(at, value))
 
 
 @pytest.mark.parametrize("at", [VARIANCE, VARIANCE + 20, NOISE, NOISE + 4])
-def test_a_negative_variance_is_refused(at: int) -> None:
-    refused(with_real(at, -1e-30))
+def test_a_negative_variance_is_rejected(at: int) -> None:
+    rejected(with_real(at, -1e-30))
 
 
-def test_a_noise_below_the_floor_is_refused() -> None:
-    refused(with_real(NOISE, 0.0))
+def test_a_noise_below_the_floor_is_rejected() -> None:
+    rejected(with_real(NOISE, 0.0))
 
 
 @pytest.mark.parametrize("count", [-(2**31), -1, 0, 1, 3, 4, 5, 2**31 - 1])
-def test_a_wrong_number_of_noise_values_is_refused(count: int) -> None:
+def test_a_wrong_number_of_noise_values_is_rejected(count: int) -> None:
     body = bytearray(make(SMALL).to_bytes()[HEADER.size :])
     struct.pack_into("<i", body, SAMPLES + 8, count)
-    refused(sealed(bytes(body)))
+    rejected(sealed(bytes(body)))
 
 
 @pytest.mark.parametrize("change", [-4, -1, 1, 4, 24])
-def test_a_body_of_the_wrong_length_is_refused(change: int) -> None:
+def test_a_body_of_the_wrong_length_is_rejected(change: int) -> None:
     body = make(SMALL).to_bytes()[HEADER.size :]
-    refused(sealed(body[:change] if change < 0 else body + bytes(change)))
+    rejected(sealed(body[:change] if change < 0 else body + bytes(change)))
     for length in (0, 1, CONFIG.size - 1, CONFIG.size, SAMPLES + 8):
-        refused(sealed(body[:length]))
+        rejected(sealed(body[:length]))
 
 
 FIELDS = ["dtype", "layers", *[f"widths[{i}]" for i in range(9)], "max_rows", "output", "covariance", "rule", "noise",
@@ -290,11 +290,11 @@ BAD_CONFIG = [
 
 
 @pytest.mark.parametrize(("field", "value"), [case for case in BAD_CONFIG if case != ("max_rows", 99)])  # 99 is fine
-def test_a_configuration_no_head_can_have_is_refused(field: str, value: float) -> None:
+def test_a_configuration_no_head_can_have_is_rejected(field: str, value: float) -> None:
     body = make(SMALL).to_bytes()[HEADER.size :]
     numbers = list(CONFIG.unpack_from(body))
     numbers[FIELDS.index(field)] = value
-    refused(sealed(CONFIG.pack(*numbers) + body[CONFIG.size :]))
+    rejected(sealed(CONFIG.pack(*numbers) + body[CONFIG.size :]))
 
 
 @contextlib.contextmanager
@@ -323,7 +323,7 @@ def little_memory(more: int) -> Iterator[None]:
     ],
     ids=str,
 )
-def test_an_absurd_size_is_refused_before_memory_is_asked_for(
+def test_an_absurd_size_is_rejected_before_memory_is_asked_for(
     widths: list[int], max_rows: int, covariance: int
 ) -> None:
     body = make(SMALL).to_bytes()[HEADER.size :]
@@ -334,7 +334,7 @@ def test_an_absurd_size_is_refused_before_memory_is_asked_for(
     numbers[18:26] = [0.1] * (len(widths) - 1) + [0.0] * (9 - len(widths))
     blob = sealed(CONFIG.pack(*numbers) + body[CONFIG.size :])
     with little_memory(1 << 25):  # what the smallest of these would need is more
-        refused(blob)
+        rejected(blob)
     if widths != [2, 2]:  # the length gives it away, so nobody needs to try
         ffi, lib = library()
         assert lib.kbt_state_config(blob, len(blob), ffi.new("kbt_config *")) == lib.KBT_E_BLOB_VALUE

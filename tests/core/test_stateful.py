@@ -1,5 +1,5 @@
-"""Any sequence of calls, good and bad: ``Head`` does what the NumPy reference does, a refused call changes nothing, and
-a copy made from the bytes of the head answers every call as the head does.
+"""Any sequence of calls, good and bad: ``Head`` does what the NumPy reference does, a rejected call changes nothing,
+and a copy made from the bytes of the head answers every call as the head does.
 
 The test run takes fixed examples. ``HYPOTHESIS_PROFILE=long`` (or tools/fuzz.py stateful) takes many random ones.
 """
@@ -158,23 +158,23 @@ class HeadBesideReference(RuleBasedStateMachine):
 
     # ---- what no caller should do
 
-    def refused(self, call: Any, *arguments: Any) -> None:
+    def rejected(self, call: Any, *arguments: Any) -> None:
         before = self.head.to_bytes()
         with pytest.raises(KbtError) as error:
             call(*arguments)
         assert str(error.value)
         assert self.head.to_bytes() == before
         waiting = 0 if self.predicted is None else len(np.atleast_2d(self.predicted))
-        assert self.head.core.predicted_rows == waiting  # a prediction survives a refused call
+        assert self.head.core.predicted_rows == waiting  # a prediction survives a rejected call
 
     @rule(value=st.sampled_from(BAD), place=st.integers(0, D - 1), which=st.sampled_from("hyn"))
     def not_finite(self, value: float, place: int, which: str) -> None:
         h, y = np.ones(D), np.full(self.d_o, 1 / self.d_o)
         noise = np.ones(self.d_o)
         {"h": h, "y": y, "n": noise}[which][place % (D if which == "h" else self.d_o)] = value
-        self.refused(self.head.update, h, y, noise if which == "n" else None)
+        self.rejected(self.head.update, h, y, noise if which == "n" else None)
         if which == "h":
-            self.refused(self.head.predict, h)
+            self.rejected(self.head.predict, h)
 
     @rule(
         bad=st.sampled_from(
@@ -184,8 +184,8 @@ class HeadBesideReference(RuleBasedStateMachine):
         )
     )  # fmt: skip
     def wrong_h(self, bad: Any) -> None:
-        self.refused(self.head.update, bad, np.full(self.d_o, 1 / self.d_o))
-        self.refused(self.head.predict, bad)
+        self.rejected(self.head.update, bad, np.full(self.d_o, 1 / self.d_o))
+        self.rejected(self.head.predict, bad)
 
     @rule(
         bad=st.sampled_from(
@@ -194,18 +194,18 @@ class HeadBesideReference(RuleBasedStateMachine):
         )
     )  # fmt: skip
     def wrong_y(self, bad: Any) -> None:
-        self.refused(self.head.update, np.ones(D), bad)
+        self.rejected(self.head.update, np.ones(D), bad)
         if self.predicted is not None:
-            self.refused(self.head.observe, bad)
+            self.rejected(self.head.observe, bad)
 
     @rule(bad=st.sampled_from([-1.0, np.ones(7), -np.ones(1), np.ones((5, 5)), "abc", np.eye(3) * 1j]))
     def wrong_noise(self, bad: Any) -> None:
-        self.refused(self.head.update, np.ones(D), np.full(self.d_o, 1 / self.d_o), bad)
+        self.rejected(self.head.update, np.ones(D), np.full(self.d_o, 1 / self.d_o), bad)
 
     @precondition(lambda self: self.predicted is None)
     @rule()
     def observe_without_a_prediction(self) -> None:
-        self.refused(self.head.observe, np.full(self.d_o, 1 / self.d_o))
+        self.rejected(self.head.observe, np.full(self.d_o, 1 / self.d_o))
 
     @rule(place=st.floats(0, 1), bit=st.integers(0, 7), cut=st.booleans())
     def a_damaged_state(self, place: float, bit: int, cut: bool) -> None:
@@ -215,12 +215,12 @@ class HeadBesideReference(RuleBasedStateMachine):
             del blob[at:]
         else:
             blob[at] ^= 1 << bit
-        self.refused(self.head.restore, bytes(blob))
-        self.refused(kbt.Head.from_bytes, bytes(blob))
+        self.rejected(self.head.restore, bytes(blob))
+        self.rejected(kbt.Head.from_bytes, bytes(blob))
 
     @rule(value=st.sampled_from(EXTREME), which=st.sampled_from("hy"), single=st.booleans())
     def extreme(self, value: float, which: str, single: bool) -> None:
-        """On a copy, as the reference has no range checks: learned with a finite result, or refused without a trace."""
+        """On a copy, as the reference checks no ranges: learned with a finite result, or rejected without a trace."""
         head = copy.copy(self.head)
         if single:
             made = {k: v for k, v in self.head.config.items() if k not in ("widths", "dtype", "noise_var")}
@@ -238,15 +238,15 @@ class HeadBesideReference(RuleBasedStateMachine):
             assert all(np.isfinite(part).all() for part in head.predict(h))
 
     @rule(value=st.sampled_from([*EXTREME, 1e160]), which=st.sampled_from("hy"), rows=st.integers(1, 2))
-    def extreme_and_refused(self, value: float, which: str, rows: int) -> None:
-        """What a copy refuses, the head itself refuses without a trace, and goes on as before."""
+    def extreme_and_rejected(self, value: float, which: str, rows: int) -> None:
+        """What a copy rejects, the head itself rejects without a trace, and goes on as before."""
         h, y = np.ones((rows, D)), np.full((rows, self.d_o), 1 / self.d_o)
         (h if which == "h" else y)[-1, 0] = value
         for verb, arguments in (("update", (h, y)), ("predict", (h,))):
             try:
                 getattr(copy.copy(self.head), verb)(*arguments)
             except KbtError:
-                self.refused(getattr(self.head, verb), *arguments)
+                self.rejected(getattr(self.head, verb), *arguments)
 
     # ---- what always holds
 
@@ -267,7 +267,7 @@ class HeadBesideReference(RuleBasedStateMachine):
 
 
 class ModelOnDisk(RuleBasedStateMachine):
-    """A model and its folder: what is loaded is what was saved last, and learning is in order or refused."""
+    """A model and its folder: what is loaded is what was saved last, and learning is in order or rejected."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -124,7 +124,7 @@ def test_a_slot_that_is_too_small_is_never_touched(library: tuple[cffi.FFI, Any]
     assert all((slot == 0xFF).all() for slot in flash.slots)
 
 
-def test_no_head_is_refused(flash: Flash) -> None:
+def test_no_head_is_rejected(flash: Flash) -> None:
     assert flash.save(flash.ffi.NULL) == E_SIZE
 
 
@@ -163,7 +163,7 @@ def test_flash_that_fails_is_reported_and_the_old_state_stays(flash: Flash, faul
     assert state(flash, again) == state(flash, head) != old
 
 
-def test_a_state_of_another_configuration_is_refused_and_changes_nothing(flash: Flash) -> None:
+def test_a_state_of_another_configuration_is_rejected_and_changes_nothing(flash: Flash) -> None:
     head, other = flash.C.new_head(4), flash.C.new_head(3)
     assert flash.save(head) == OK
     before = state(flash, other)

@@ -87,7 +87,7 @@ def test_readers_that_are_gone_cost_nothing_and_the_rest_go_on() -> None:
     assert bits(kept) == bits(head)
 
 
-def test_bad_input_to_a_reader_is_refused_by_name() -> None:
+def test_bad_input_to_a_reader_is_rejected_by_name() -> None:
     reader = new_head().reader()
     with pytest.raises(ValueError, match=r"h: expected shape \(6,\)"):
         reader.predict(np.ones(5))
@@ -123,30 +123,30 @@ def test_python_threads_never_see_a_half_learned_posterior() -> None:
     assert head.to_bytes() == alone.to_bytes()
 
 
-def test_a_large_head_lets_other_threads_run_and_refuses_them_itself() -> None:
+def test_a_large_head_lets_other_threads_run_and_rejects_them_itself() -> None:
     head = Head(np.ones((1, 20)), hidden=(40,), covariance="full", prior_var=(1e-3, 1.0), noise_var=1e-2)
-    reader, refusals, done = head.reader(), [], threading.Event()
+    reader, rejections, done = head.reader(), [], threading.Event()
     rng = np.random.default_rng(0)
 
     def learn() -> None:
         for _ in range(2000):
             with contextlib.suppress(KbtError):  # it may come second as well
                 head.update(rng.standard_normal(20).astype(np.float32), np.zeros(1, np.float32))
-            if refusals:
+            if rejections:
                 break
         done.set()
 
     thread = threading.Thread(target=learn)
     thread.start()
     while not done.is_set():
-        reader.predict(np.ones(20))  # has memory of its own: never refused
+        reader.predict(np.ones(20))  # has memory of its own: never rejected
         try:
             head.predict(np.ones(20, np.float32))
         except KbtError as error:
-            refusals.append(str(error))
+            rejections.append(str(error))
     thread.join()
-    assert "head: expected one thread at a time" in refusals[0]
-    assert "head.reader()" in refusals[0]
+    assert "head: expected one thread at a time" in rejections[0]
+    assert "head.reader()" in rejections[0]
     assert bits_of_large(head) == bits_of_large(reader)
 
 

@@ -1,15 +1,15 @@
 // abi.cpp - the C ABI called in any order with any numbers.
 //
 // The bytes choose a configuration, then calls. After each call these must hold:
-//   - a call that was refused (or gated, or only looks) left the state byte for byte as it was;
+//   - a call that was rejected (or gated, or only reads) left the state byte for byte as it was;
 //   - what was learned is finite, and no variance is negative;
 //   - what was predicted is finite, with variances that are not negative;
 //   - a saved state, loaded into a second head, is saved to the same bytes;
 //   - and so is one that came through a mailbox, in which the head then goes on;
 //   - a copy made from the bytes of the head answers the call as the head does, bit by bit: status, results, the state
 //     afterwards. If a prediction waits to be observed, the copy makes it first;
-//   - a prediction waits until it is learned or rejected by the gate, or the state is replaced: no refused call, and no
-//     call that only looks, takes it away or changes what is learned from it.
+//   - a prediction waits until it is learned or rejected by the gate, or the state is replaced: no rejected call
+//     and no call that only reads takes it away or changes what is learned from it.
 // For the last two, every second call finds the scratch of the head full of NaN (see spoil).
 // The arena and every buffer have exactly the size that the header promises to suffice, so that the address sanitizer
 // sees the first byte too many.
@@ -29,9 +29,9 @@
 namespace {
 
 struct Tally {
-  unsigned long long calls = 0, refused = 0, learned = 0, compared = 0;
+  unsigned long long calls = 0, rejected = 0, learned = 0, compared = 0;
   ~Tally() {
-    std::fprintf(stderr, "abi: %llu calls, %llu refused, %llu learned, %llu compared with a copy\n", calls, refused,
+    std::fprintf(stderr, "abi: %llu calls, %llu rejected, %llu learned, %llu compared with a copy\n", calls, rejected,
                  learned, compared);
   }
 } tally;
@@ -91,7 +91,7 @@ class Session {
       if (status == KBT_GATED || (status == KBT_OK && changes_ && !keeps_prediction_)) pending_.clear();
       REQUIRE(kbt_predicted_rows(head_) * d_ == static_cast<int>(pending_.size()));
       if (status != KBT_OK || !changes_) {
-        tally.refused += status != KBT_OK;
+        tally.rejected += status != KBT_OK;
         REQUIRE(after == state_);
       }
       if (status == KBT_OK && changes_) check_state();

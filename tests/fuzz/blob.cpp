@@ -1,7 +1,7 @@
 // blob.cpp - bytes from anywhere as a state blob, and as the flash memory that a device starts from.
 //
 // A blob that is accepted must be the blob that its head saves: equal in every byte, and so in meaning. Its head then
-// predicts finite numbers or refuses. A mutator repairs length and checksum most of the time; without it nearly every
+// predicts finite numbers or rejects. A mutator repairs length and checksum most of the time; without it nearly every
 // input would end at the first check.
 #include <cstdio>
 #include <cstdlib>
@@ -28,7 +28,7 @@ struct Tally {
 constexpr std::size_t kLargestArena = std::size_t{1} << 22;
 
 template <class T>
-void predicts_finite_numbers_or_refuses(kbt_head *head, const kbt_config &cfg) {
+void predicts_finite_numbers_or_rejects(kbt_head *head, const kbt_config &cfg) {
   const std::size_t d = static_cast<std::size_t>(cfg.widths[0]), n = static_cast<std::size_t>(cfg.widths[cfg.layers]);
   std::vector<T> h(d, T(0.5)), mean(n), cov(n * n), var(n);
   if (kbt_predict(head, h.data(), 1, mean.data(), cov.data(), var.data()) != KBT_OK) return;
@@ -69,9 +69,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t *data, std::size_t size
   REQUIRE(kbt_state_save(head, after.data(), after.size()) == KBT_OK);
   REQUIRE(after.size() == size && std::memcmp(after.data(), blob.get(), size) == 0);
   if (cfg.dtype == KBT_FLOAT64) {
-    predicts_finite_numbers_or_refuses<double>(head, cfg);
+    predicts_finite_numbers_or_rejects<double>(head, cfg);
   } else {
-    predicts_finite_numbers_or_refuses<float>(head, cfg);
+    predicts_finite_numbers_or_rejects<float>(head, cfg);
   }
   return 0;
 }

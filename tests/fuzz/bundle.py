@@ -104,7 +104,7 @@ class Reader:
             try:
                 head.update(h, np.full(head.d_o, 1 / head.d_o))
             except KbtError:
-                assert head.to_bytes() == blob, "a refused update changed the state"
+                assert head.to_bytes() == blob, "a rejected update changed the state"
             else:
                 assert kbt.Head.from_bytes(head.to_bytes()).to_bytes() == head.to_bytes()
             head.restore(blob)

@@ -3,7 +3,7 @@
     python tests/fuzz/graphs.py --graphs 20000 [--seed 0] [--batch 100]
 
 Shapes, attributes, types and numbers of inputs are random and often wrong, and a third of the graphs declare a shape
-that their nodes do not make. Each graph has to be refused, or its C has to run without a report from the address and
+that their nodes do not make. Each graph has to be rejected, or its C has to run without a report from the address and
 undefined behaviour sanitizers and to agree with onnxruntime to 1e-5. Many graphs go into one compilation. Prints what
 became of them; exits with 1 when anything was found, after writing the graphs in question to --findings.
 """
@@ -27,7 +27,7 @@ import onnx
 import onnxruntime as ort
 from onnx import helper, numpy_helper, shape_inference
 
-from kbt_edge._generate import RefusedError, Translator
+from kbt_edge._generate import RejectedError, Translator
 from kbt_edge.errors import KbtError
 from kbt_edge.onnxfile import read_onnx, token_limits
 from kbt_edge.trunk import build, source
@@ -148,7 +148,7 @@ class Maker:
     # ---- nodes
 
     def add(self) -> bool:
-        """One more node. False if ONNX's own rules refuse it, or do not know what it makes."""
+        """One more node. False if ONNX's own rules reject it, or do not know what it makes."""
         kept = len(self.nodes), len(self.constants)
         operator = self.pick(OPERATORS)
         inputs, outputs, attributes = self.node(operator)
@@ -405,7 +405,7 @@ class Maker:
 
 @dataclass
 class Case:
-    """A graph with its inputs and what onnxruntime answers to them; None where it refuses."""
+    """A graph with its inputs and what onnxruntime answers to them; None where it rejects."""
 
     data: bytes
     inputs: list[source.CArray]
@@ -522,7 +522,7 @@ def session(model: Any) -> Any:
 def reference(model: Any, feed: dict[str, Any]) -> Any:
     """What onnxruntime answers, or None."""
     try:
-        read_onnx(model.SerializeToString())  # refuses what would end this process
+        read_onnx(model.SerializeToString())  # rejects what would end this process
         return session(model).run(None, feed)[0]
     except Exception:
         return None
@@ -581,7 +581,7 @@ def judge(case: Case, written: bytes) -> str:
         got = np.frombuffer(written, np.float32, count, 4).reshape(case.output.shape)
         written = written[4 + 4 * count :]
         if answer is None:
-            continue  # onnxruntime refuses it, with these inputs at least
+            continue  # onnxruntime rejects it, with these inputs at least
         if not np.isfinite(answer).all():
             if status == 0:
                 return "finite where onnxruntime is not"
@@ -597,7 +597,7 @@ def judge(case: Case, written: bytes) -> str:
 def fuzz(graphs: int, seed: int, batch: int, findings: Path, quiet: bool = False) -> Counter[str]:
     rng = np.random.default_rng(seed)
     translate = Translator()
-    told = Counter(dict.fromkeys(("graphs", "lies", "refused", "refused by onnxruntime alone", "run", "findings"), 0))
+    told = Counter(dict.fromkeys(("graphs", "lies", "rejected", "rejected by onnxruntime alone", "run", "findings"), 0))
     operators: Counter[str] = Counter()
 
     findings.mkdir(parents=True, exist_ok=True)
@@ -618,12 +618,12 @@ def fuzz(graphs: int, seed: int, batch: int, findings: Path, quiet: bool = False
                 model = read_onnx(case.data)
                 source.check_operators(model)
                 case.code = translate(case.data, "trunk") + source.run_function(case.inputs, case.output)
-            except (KbtError, RefusedError):
-                told["refused"] += 1
+            except (KbtError, RejectedError):
+                told["rejected"] += 1
                 continue
             if case.lie:
                 found(case, f"a lie is believed: {case.output.shape}")
-            told["refused by onnxruntime alone"] += all(answer is None for answer in case.answers)
+            told["rejected by onnxruntime alone"] += all(answer is None for answer in case.answers)
             operators.update(model.operators.keys())
             cases.append(case)
         with tempfile.TemporaryDirectory() as folder:

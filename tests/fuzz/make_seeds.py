@@ -27,7 +27,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
 
 
 def flight_seeds() -> dict[str, bytes]:
-    """Logs with each kind of record, refused ones among them."""
+    """Logs with each kind of record, rejected ones among them."""
     plain, matrix = head(1), head(2, noise_var=[[0.5, 0.1], [0.1, 0.4]], dtype="float64", gate=9.0)
     softmax = head(3, output="softmax", covariance="diagonal", max_rows=2, hidden=(4,))
     for each in (plain, matrix, softmax):

@@ -328,7 +328,7 @@ def test_the_description_has_one_form(folder: Path, edit: Callable[[Any], Any], 
     ],
     ids=lambda value: value[:20] if isinstance(value, bytes) else None,
 )
-def test_bytes_that_are_no_description_are_refused(folder: Path, text: bytes, message: str) -> None:
+def test_bytes_that_are_no_description_are_rejected(folder: Path, text: bytes, message: str) -> None:
     (folder / "bundle.json").write_bytes(text)
     with pytest.raises(BundleError, match=message):
         bundles.read(folder)
@@ -372,7 +372,7 @@ def test_a_missing_file_is_named(folder: Path, name: str) -> None:
         bundles.read(folder)
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_none_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="expected the folder of a bundle"):
         bundles.read(tmp_path / "nothing")
     (tmp_path / "file").write_text("")
@@ -380,7 +380,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
         bundles.read(tmp_path / "file")
 
 
-def test_a_foreign_trunk_of_the_same_size_is_refused(folder: Path) -> None:
+def test_a_foreign_trunk_of_the_same_size_is_rejected(folder: Path) -> None:
     (folder / "trunk.onnx").write_bytes(tiny_onnx.Control(seed=1).onnx)
     with pytest.raises(BundleError, match=r"trunk\.sha256"):
         bundles.read(folder)
@@ -425,7 +425,7 @@ def test_only_regular_files_are_opened(folder: Path, name: str) -> None:
         bundles.read(folder)
 
 
-def refused_with_memory_below(limit: int, folder: Path, message: str) -> None:
+def rejected_with_memory_below(limit: int, folder: Path, message: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(BundleError, match=message):
@@ -439,13 +439,13 @@ def refused_with_memory_below(limit: int, folder: Path, message: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_longer_than_declared_is_not_read(folder: Path, name: str) -> None:
     os.truncate(folder / name, 1 << 40)  # sparse: a terabyte of nothing
-    refused_with_memory_below(1 << 20, folder, f"{name}: .* the file has {1 << 40}")
+    rejected_with_memory_below(1 << 20, folder, f"{name}: .* the file has {1 << 40}")
 
 
 def test_a_declared_terabyte_is_not_read(folder: Path) -> None:
     os.truncate(folder / "trunk.onnx", 1 << 40)
     edited(folder, put("trunk", "bytes", 1 << 40))
-    refused_with_memory_below(1 << 20, folder, r"trunk\.bytes: expected")
+    rejected_with_memory_below(1 << 20, folder, r"trunk\.bytes: expected")
 
 
 def sealed(blob: bytearray) -> bytes:
@@ -459,7 +459,7 @@ def exchange_head(folder: Path, blob: bytes) -> None:
     edited(folder, put("head", "bytes", len(blob)))
 
 
-def test_a_head_that_asks_for_gigabytes_is_refused(folder: Path) -> None:
+def test_a_head_that_asks_for_gigabytes_is_rejected(folder: Path) -> None:
     blob = bytearray((folder / "head.kbt").read_bytes())
     rows = 24 + 4 * (2 + 9)  # dtype, layers, nine widths, then max_rows
     assert struct.unpack_from("<i", blob, rows) == (1,)
@@ -467,13 +467,13 @@ def test_a_head_that_asks_for_gigabytes_is_refused(folder: Path) -> None:
         struct.pack_into("<i", blob, rows, many)
         exchange_head(folder, sealed(blob))
         edited(folder, put("head", "max_rows", min(many, 1 << 22)))
-        refused_with_memory_below(1 << 20, folder, r"head\.kbt")
+        rejected_with_memory_below(1 << 20, folder, r"head\.kbt")
     struct.pack_into("<i", blob, rows, 0)
     exchange_head(folder, sealed(blob))
-    refused_with_memory_below(1 << 20, folder, r"head\.kbt: the state blob")
+    rejected_with_memory_below(1 << 20, folder, r"head\.kbt: the state blob")
 
 
-def test_a_head_of_another_kind_is_refused(folder: Path) -> None:
+def test_a_head_of_another_kind_is_rejected(folder: Path) -> None:
     blob = (folder / "head.kbt").read_bytes()
     for wrong in (b"not a head", blob[:-1], blob[:40], blob[:4] + b"\x09" + blob[5:]):
         exchange_head(folder, wrong)
@@ -523,7 +523,7 @@ def test_a_bare_name_finds_the_shipped_bundle_or_the_one_in_the_working_director
         assert bundles.find(escape) == Path(escape)
 
 
-def test_a_name_that_means_two_bundles_is_refused(shipped: Path) -> None:
+def test_a_name_that_means_two_bundles_is_rejected(shipped: Path) -> None:
     bundles.write("cartpole", make_bundle())
     with pytest.raises(BundleError, match=r'cartpole: .*write "\./cartpole" for .* or "kbt_edge:cartpole" for'):
         bundles.find("cartpole")
@@ -538,7 +538,7 @@ def test_the_prefix_finds_shipped_bundles_only(shipped: Path, name: str) -> None
         bundles.find(f"kbt_edge:{name}")
 
 
-def test_a_head_for_fewer_rows_than_the_trunk_has_is_refused(folder: Path) -> None:
+def test_a_head_for_fewer_rows_than_the_trunk_has_is_rejected(folder: Path) -> None:
     edited(folder, put("trunk", "rows", 2))
     with pytest.raises(BundleError, match=r"head\.max_rows: expected at least trunk\.rows = 2, got 1"):
         bundles.read(folder)

@@ -138,7 +138,7 @@ class Two(torch.nn.Module):  # type: ignore[misc, name-defined]
         return x, 2 * x
 
 
-REFUSED = {
+REJECTED = {
     "differs": (Forgetful(), (torch.zeros(1, 3),), NumericsError, "onnxruntime and torch differ by"),
     "data decides": (Choosing(), (torch.ones(1, 3),), BundleError, "torch cannot turn this module into ONNX"),
     "two outputs": (Two(), (torch.ones(1, 3),), BundleError, "expected one output"),
@@ -153,9 +153,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", one_fast(REFUSED))
-def test_what_cannot_become_a_trunk_is_refused_and_an_older_file_stays(case: str, tmp_path: Path) -> None:
-    module, example, error, message = REFUSED[case]
+@pytest.mark.parametrize("case", one_fast(REJECTED))
+def test_what_cannot_become_a_trunk_is_rejected_and_an_older_file_stays(case: str, tmp_path: Path) -> None:
+    module, example, error, message = REJECTED[case]
     path = tmp_path / "trunk.onnx"
     path.write_bytes(b"older")
     with pytest.raises(error, match=message):
@@ -165,7 +165,7 @@ def test_what_cannot_become_a_trunk_is_refused_and_an_older_file_stays(case: str
 
 
 @pytest.mark.slow("exports many times")
-def test_wrong_names_and_places_are_refused(features: Any, tmp_path: Path) -> None:
+def test_wrong_names_and_places_are_rejected(features: Any, tmp_path: Path) -> None:
     with pytest.raises(RangeError, match="input_names: expected 2, one per example input, got 1"):
         export_trunk(features, EXAMPLE, tmp_path / "trunk.onnx", input_names=["x"])
     with pytest.raises(BundleError, match="cannot be written"):
@@ -182,7 +182,7 @@ def test_a_missing_train_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow("exports many times")
-def test_a_batch_of_samples_is_refused_and_told_what_to_do(tmp_path: Path) -> None:
+def test_a_batch_of_samples_is_rejected_and_told_what_to_do(tmp_path: Path) -> None:
     trunk, readout = torch.nn.Linear(4, 6), torch.nn.Linear(6, 2)
     with pytest.raises(ShapeError, match=r"output of shape \(32, 6\) .* a batch of 32 samples.*max_rows=32"):
         export(trunk, readout, (torch.zeros(32, 4),), tmp_path / "b")
@@ -263,7 +263,7 @@ def test_a_readout_with_a_transposed_weight_is_exported_as_it_computes(outputs: 
     ),
     ids=["square, transposed", "transposed", "more than linear", "another width", "no weight"],
 )
-def test_a_readout_that_the_head_would_not_reproduce_is_refused(
+def test_a_readout_that_the_head_would_not_reproduce_is_rejected(
     readout: Any, error: Any, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=message):

@@ -294,7 +294,7 @@ def test_a_number_is_a_target_for_one_output(make: Callable[..., Model], dtype: 
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_refused_target_changes_nothing(y: Any, noise: Any, error: Any, message: str, dtype: str) -> None:
+def test_a_rejected_target_changes_nothing(y: Any, noise: Any, error: Any, message: str, dtype: str) -> None:
     model, undisturbed = (make_model(head=make_head(dtype=dtype)) for _ in range(2))
     model.predict(X)
     before = model.head.to_bytes()
@@ -326,7 +326,7 @@ def test_a_refused_target_changes_nothing(y: Any, noise: Any, error: Any, messag
         (({},), ShapeError, "x: expected the inputs x, got none"),
     ],
 )
-def test_a_refused_input_changes_nothing(x: Any, error: Any, message: str) -> None:
+def test_a_rejected_input_changes_nothing(x: Any, error: Any, message: str) -> None:
     model, undisturbed = make_model(), make_model()
     model.predict(X)
     before = model.head.to_bytes()
@@ -340,7 +340,7 @@ def test_a_refused_input_changes_nothing(x: Any, error: Any, message: str) -> No
     assert model.observe(Y) == undisturbed.observe(Y)
 
 
-# A refusal is explained from the one run that was refused.
+# A rejection is explained from the one run that was rejected.
 
 
 class Linear:
@@ -398,7 +398,7 @@ def records(model: Model) -> int:
     ],
     ids=str,
 )
-def test_a_refused_target_is_counted_once_recorded_once_and_told_in_its_own_units(
+def test_a_rejected_target_is_counted_once_recorded_once_and_told_in_its_own_units(
     way: str, y: Any, message: str, errors: Any, cache: Path
 ) -> None:
     if isinstance(y, str):
@@ -437,7 +437,7 @@ def test_a_noise_that_only_the_head_cannot_hold_is_told_in_its_own_units(cache: 
 @pytest.mark.parametrize("way", ["one input", "two inputs", WAYS[-1]])
 @pytest.mark.parametrize("form", [tuple, lambda x: ([each.tolist() for each in x],)], ids=["arrays", "lists"])
 @pytest.mark.parametrize("errors", ["warn", "raise"])
-def test_a_prediction_that_the_head_refuses_runs_the_trunk_once_and_is_counted_once(
+def test_a_prediction_that_the_head_rejects_runs_the_trunk_once_and_is_counted_once(
     way: str, form: Any, errors: Any, cache: Path, runs: list[int]
 ) -> None:
     model = by_way(way, cache)
@@ -458,7 +458,7 @@ def test_a_prediction_that_the_head_refuses_runs_the_trunk_once_and_is_counted_o
         (1e300, r"input '[xz]': expected numbers that fit into float32 after scaling, got 1e\+300"),
     ],
 )
-def test_an_input_that_the_trunk_refuses_is_told_in_its_own_units(
+def test_an_input_that_the_trunk_rejects_is_told_in_its_own_units(
     way: str, value: float, message: str, errors: Any, cache: Path
 ) -> None:
     model, undisturbed = by_way(way, cache), by_way(way, cache)
@@ -496,7 +496,7 @@ class Calling:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("argument", ["y", "noise_var"])
-def test_a_target_that_predicts_while_it_is_converted_is_refused(way: str, argument: str, cache: Path) -> None:
+def test_a_target_that_predicts_while_it_is_converted_is_rejected(way: str, argument: str, cache: Path) -> None:
     model = by_way(way, cache)
     model.predict(*given(way, X))
     before = model.head.to_bytes()
@@ -619,12 +619,12 @@ def test_a_softmax_head_takes_labels_and_has_no_units() -> None:
         ({"backend": "torch"}, RangeError, "backend"),
     ],
 )
-def test_a_model_that_does_not_fit_together_is_refused(wrong: Any, error: Any, message: str) -> None:
+def test_a_model_that_does_not_fit_together_is_rejected(wrong: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         make_model(**wrong)
 
 
-def test_scaling_that_has_no_place_is_refused() -> None:
+def test_scaling_that_has_no_place_is_rejected() -> None:
     tokens = tiny_onnx.Tokens(5, 4, d=3).onnx
     head = kbt.Head(np.ones((5, 3)), output="softmax", noise="multinomial", max_rows=4)
     Model(tokens, head, backend="onnxruntime")
@@ -746,7 +746,7 @@ def test_a_loaded_model_goes_on_as_if_nothing_had_happened(tmp_path: Path, dtype
 
 def test_a_model_is_saved_where_it_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
-    with pytest.raises(BundleError, match="expected a folder, as this model has none of its own"):
+    with pytest.raises(BundleError, match="expected a folder, as this model was never saved"):
         model.save()
     model.save(tmp_path / "a")
     learn(model, 0, 3)
@@ -818,20 +818,20 @@ def external_data() -> bytes:
         (b"not ONNX", "ONNX file"),
     ],
 )
-def test_a_trunk_that_is_not_what_the_bundle_says_is_refused(folder: Path, data: bytes, message: str) -> None:
+def test_a_trunk_that_is_not_what_the_bundle_says_is_rejected(folder: Path, data: bytes, message: str) -> None:
     exchange(folder, "trunk.onnx", data)
     with pytest.raises(BundleError, match=f"trunk.onnx: .*{message}"):
         Model.load(folder, backend="onnxruntime")
 
 
-def test_a_trunk_and_a_head_of_different_width_are_refused(folder: Path) -> None:
+def test_a_trunk_and_a_head_of_different_width_are_rejected(folder: Path) -> None:
     other = kbt.Head(np.ones((2, 5)), dtype="float64")
     exchange(folder, "head.kbt", other.to_bytes(), widths=[5, 2])
     with pytest.raises(BundleError, match=r"head\.widths\[0\]: expected trunk\.d = 3, got 5"):
         Model.load(folder, backend="onnxruntime")
 
 
-def test_a_state_that_is_not_a_number_is_refused(folder: Path) -> None:
+def test_a_state_that_is_not_a_number_is_rejected(folder: Path) -> None:
     head = make_head(dtype="float64")
     blob = bytearray(head.to_bytes())
     first = blob.index(struct.pack("<d", head.layers[0].mean[0, 0]))

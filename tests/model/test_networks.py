@@ -130,6 +130,6 @@ def test_evaluation_mode_computes_what_training_mode_does() -> None:
         (lambda: TokenTransformer(vocab=5, pad=5), "pad must be a token id from 0 to 4, got 5"),
     ],
 )
-def test_impossible_sizes_are_refused(build: Any, message: str) -> None:
+def test_impossible_sizes_are_rejected(build: Any, message: str) -> None:
     with pytest.raises(RangeError, match=message):
         build()

@@ -1,4 +1,4 @@
-"""Sequences: Algorithm 1 as printed, the same without its repeats, and token by token; and what they refuse."""
+"""Sequences: Algorithm 1 as printed, the same without its repeats, and token by token; and what they reject."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_a_fixed_trunk_must_be_causal() -> None:
             Sequences(model, start=START, pad=0, rows=rows)
 
 
-def test_a_model_of_another_kind_is_refused() -> None:
+def test_a_model_of_another_kind_is_rejected() -> None:
     with pytest.raises(ShapeError, match="trunk: expected two inputs of token ids"):
         Sequences(token_model(file=tiny_onnx.Control(d=D)), start=START)
     with pytest.raises(RangeError, match="head: expected output='softmax', got 'gaussian'"):
@@ -271,7 +271,7 @@ def test_generation_stays_within_the_trunk_and_never_pads() -> None:
     assert 0 not in answer
 
 
-# Refusals.
+# Rejections.
 
 
 def wrong_calls() -> list[tuple[str, Any, Any, type[Exception], str]]:
@@ -298,7 +298,7 @@ def wrong_calls() -> list[tuple[str, Any, Any, type[Exception], str]]:
     ("x", "y", "error", "message"), [c[1:] for c in wrong_calls()], ids=[c[0] for c in wrong_calls()]
 )
 @pytest.mark.parametrize("rows", ["unique", "stream"])
-def test_a_refused_pair_changes_nothing(rows: str, x: Any, y: Any, error: Any, message: str) -> None:
+def test_a_rejected_pair_changes_nothing(rows: str, x: Any, y: Any, error: Any, message: str) -> None:
     sequences = Sequences(token_model(), start=START, pad=0, rows=rows)
     sequences.update([2], [3])
     before = sequences.head.to_bytes()
@@ -318,7 +318,7 @@ def test_the_longest_target_depends_on_the_rows() -> None:
     make("stream", max_rows=1).update([2], [3, 4, 3, 2, 4, 4])
 
 
-def test_wrong_tokens_are_refused_everywhere() -> None:
+def test_wrong_tokens_are_rejected_everywhere() -> None:
     sequences = Sequences(token_model(), start=START, pad=0)
     with pytest.raises(RangeError, match="y: expected token ids"):
         sequences.predict([2], [9])

@@ -134,7 +134,7 @@ def test_the_command_writes_a_bundle_and_says_what_it_chose(tmp_path: Path, caps
     assert "nothing written" in capsys.readouterr().out
 
 
-def test_wrong_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head = kbt.Head(WEIGHT)
     with pytest.raises(ShapeError, match="y: expected 3 targets, one per sample of x, got 2"):
         tune(head, np.ones((3, 3)), np.ones((2, 1)))

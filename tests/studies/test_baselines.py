@@ -207,7 +207,7 @@ def test_choose_accepts_a_learner_that_is_exact() -> None:
     assert choose(lambda offset: Offset(offset, []), (1.0, 0.0), GAIN, (7,), samples=4).value == 0.0
 
 
-def test_wrong_arguments_are_refused(model: DecisionTransformer) -> None:
+def test_wrong_arguments_are_rejected(model: DecisionTransformer) -> None:
     with pytest.raises(RangeError, match="memory must be at least 1, got 0"):
         Retraining(model, memory=0, learning_rate=1e-3)
     with pytest.raises(RangeError, match=r"learning_rate must be a positive number, got -1\.0"):

@@ -239,7 +239,7 @@ def test_force_rmse_is_in_newtons() -> None:
     assert force_rmse(lambda s: lqr_policy(gain)(s) + 0.25, gain, states) == pytest.approx(0.25)
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_wrong_arguments_are_rejected() -> None:
     with pytest.raises(RangeError, match=r"length must be a positive number, got 0\.0"):
         CartPole(length=0.0)
     with pytest.raises(ShapeError, match=r"Q must have shape \(4, 4\), got \(3, 3\)"):

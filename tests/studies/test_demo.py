@@ -70,7 +70,7 @@ def test_one_seed_gives_one_result(tmp_path: Path, capsys: pytest.CaptureFixture
     assert np.isfinite(told).all()
 
 
-def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "--samples", "0"]) == 1
     assert "samples: expected 1..100000, got 0" in capsys.readouterr().err
     assert cli.main(["demo", "--seed", "-1"]) == 1

@@ -219,7 +219,7 @@ def test_the_command_writes_data_figures_and_report(
     assert (tmp_path / "out" / "success.svg").is_file()
 
 
-def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_options_are_rejected(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["repro", "--trials", "0"]) == 1
     assert "--trials: expected 1 or more, got 0" in capsys.readouterr().err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -251,7 +251,7 @@ def test_the_text_holds_the_figures_of_the_result(model: Model, result: dict[str
     assert f"{100 * runs.mean():.1f} ± {100 * half:.1f}" in demo_tokens.text(two)
 
 
-def test_a_negative_seed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_negative_seed_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "tokens", "--seed", "-1"]) == 1
     assert capsys.readouterr() == ("", "kbt-edge: seed: expected 0 or more, got -1\n")
     with pytest.raises(RangeError, match="seed"):

@@ -60,7 +60,7 @@ def test_a_percentile_is_given_only_where_there_are_calls_enough() -> None:
     assert racing.figures([np.array([5])] * 5)["p99_us"] is None
 
 
-def test_a_runner_that_does_not_learn_is_refused() -> None:
+def test_a_runner_that_does_not_learn_is_rejected() -> None:
     stream = peers.Stream.drawn(20)
     with pytest.raises(RuntimeError, match="a stone does not learn"):
         stream.must_teach("a stone", lambda h: 0.0, lambda h, y: None)

@@ -29,7 +29,7 @@ def test_the_seeds_are_what_their_maker_writes() -> None:
 
 @pytest.mark.host_only("fuzzes Python code, which is the same everywhere")
 @pytest.mark.slow("fuzzes")
-def test_two_thousand_mutated_bundles_are_refused_or_mean_the_same(tmp_path: Path) -> None:
+def test_two_thousand_mutated_bundles_are_rejected_or_mean_the_same(tmp_path: Path) -> None:
     pytest.importorskip("atheris", reason="the fuzz extra is not installed")
     call = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "bundle", "--runs", "2000", "--seconds", "0"]
     call += ["--work", str(tmp_path), "--totals", str(tmp_path / "totals.json")]
@@ -60,19 +60,19 @@ def test_nine_thousand_calls_of_a_head_are_answered_as_by_a_copy_made_from_its_b
 
 @pytest.mark.host_only("compiles for this machine with sanitizers")
 @pytest.mark.slow("compiles with sanitizers")
-def test_three_hundred_random_graphs_are_refused_or_agree_with_onnxruntime(tmp_path: Path) -> None:
+def test_three_hundred_random_graphs_are_rejected_or_agree_with_onnxruntime(tmp_path: Path) -> None:
     for package in ("emx_onnx_cgen", "onnx", "onnxruntime"):
         pytest.importorskip(package, reason="the graphs go through it")
     call = [sys.executable, str(FUZZ / "graphs.py"), "--graphs", "300", "--findings", str(tmp_path)]
     answer = subprocess.run(call, capture_output=True, text=True, timeout=600, check=False)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    told = re.search(r"graphs: 300 graphs, (\d+) lies, (\d+) refused, .* (\d+) run, 0 findings;", answer.stdout)
+    told = re.search(r"graphs: 300 graphs, (\d+) lies, (\d+) rejected, .* (\d+) run, 0 findings;", answer.stdout)
     assert told is not None, answer.stdout
     assert min(map(int, told.groups())) > 40  # each of these happens often
 
 
 @pytest.mark.long("starts Python once more, seconds of emulation")
-def test_an_unknown_target_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_target_is_rejected(tmp_path: Path) -> None:
     call = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "nonsense", "--work", str(tmp_path)]
     answer = subprocess.run(call, capture_output=True, text=True, check=False)
     assert answer.returncode == 2

@@ -118,7 +118,7 @@ CONTROL_FLOW = {
 
 
 @pytest.mark.parametrize("case", CONTROL_FLOW)
-def test_control_flow_is_refused(case: str) -> None:
+def test_control_flow_is_rejected(case: str) -> None:
     build, message = CONTROL_FLOW[case]
     with pytest.raises(BundleError, match=message):
         read_onnx(build().SerializeToString())
@@ -220,7 +220,7 @@ EXTERNAL = {
 
 
 @pytest.mark.parametrize("place", EXTERNAL)
-def test_external_data_is_refused_wherever_it_hides(place: str) -> None:
+def test_external_data_is_rejected_wherever_it_hides(place: str) -> None:
     with pytest.raises(BundleError, match="another file"):
         read_onnx(EXTERNAL[place]().SerializeToString())
 
@@ -273,12 +273,12 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_bytes_are_refused(name: str) -> None:
+def test_malformed_bytes_are_rejected(name: str) -> None:
     with pytest.raises(BundleError, match=r"^ONNX file: "):
         read_onnx(MALFORMED[name])
 
 
-def test_every_truncation_is_refused_or_read() -> None:
+def test_every_truncation_is_rejected_or_read() -> None:
     data = tokens().SerializeToString()
     assert sum(isinstance(attempt(data[:end]), BundleError) for end in range(len(data))) > 0.9 * len(data)
 
@@ -309,7 +309,7 @@ def mutated(seed: bytes, rng: np.random.Generator) -> bytes:
 
 
 @pytest.mark.long("two thousand files")
-def test_two_thousand_mutated_files_are_refused_or_read() -> None:
+def test_two_thousand_mutated_files_are_rejected_or_read() -> None:
     rng = np.random.default_rng(20)
     seeds = [build().SerializeToString() for build in MODELS.values()]
     results = [attempt(mutated(seeds[trial % len(seeds)], rng)) for trial in range(2000)]

@@ -1,4 +1,4 @@
-"""The trunk: both backends equal the network and refuse what is wrong by name; the compiled one never allocates."""
+"""The trunk: both backends equal the network and reject what is wrong by name; the compiled one never allocates."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_trunks_of_one_library_run_in_several_threads(cache: Path) -> None:
     assert wrong == []
 
 
-# What a call refuses.
+# What a call rejects.
 
 GAIN = np.ones((5, 3))
 IDS = np.zeros(5, int)
@@ -261,7 +261,7 @@ BAD_CALLS: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)
-def test_a_bad_call_is_refused_by_name_and_changes_nothing(case: str, open_trunk: Callable[[Any], Trunk]) -> None:
+def test_a_bad_call_is_rejected_by_name_and_changes_nothing(case: str, open_trunk: Callable[[Any], Trunk]) -> None:
     inputs, error, message = BAD_CALLS[case]
     trunk = open_trunk(lookup())
     h = trunk([1, 2, 3, 4, 5], GAIN)
@@ -271,7 +271,7 @@ def test_a_bad_call_is_refused_by_name_and_changes_nothing(case: str, open_trunk
     np.testing.assert_array_equal(trunk(IDS, GAIN), TABLE[IDS])
 
 
-def test_an_output_that_overflows_is_refused_and_h_stays(open_trunk: Callable[[Any], Trunk]) -> None:
+def test_an_output_that_overflows_is_rejected_and_h_stays(open_trunk: Callable[[Any], Trunk]) -> None:
     trunk = open_trunk(mlp(weight=np.abs(W) + 1))
     h = trunk([1, 1, 1, 1])
     before = h.copy()
@@ -300,7 +300,7 @@ def test_a_trained_token_trunk_survives_an_empty_source(exported: Any, backend: 
     assert np.isfinite(trunk(np.zeros(10, int), np.arange(10))).all()
 
 
-# What the constructor refuses.
+# What the constructor rejects.
 
 
 def external() -> Any:
@@ -344,13 +344,13 @@ BAD_FILES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
-def test_a_bad_file_is_refused(case: str, cache: Path) -> None:
+def test_a_bad_file_is_rejected(case: str, cache: Path) -> None:
     build, message = BAD_FILES[case]
     with pytest.raises(BundleError, match=message):
         Trunk(build().SerializeToString(), backend="onnxruntime", cache_dir=cache)
 
 
-def test_an_output_that_no_input_reaches_is_refused(cache: Path) -> None:
+def test_an_output_that_no_input_reaches_is_rejected(cache: Path) -> None:
     """Its C would never be written, and h would be what lay on the stack."""
     for nodes in ([helper.make_node("Identity", ["w"], ["h"])], []):
         model = make(
@@ -360,7 +360,7 @@ def test_an_output_that_no_input_reaches_is_refused(cache: Path) -> None:
             Trunk(model.SerializeToString(), cache_dir=cache)
 
 
-def test_a_missing_or_foreign_file_is_refused(tmp_path: Path) -> None:
+def test_a_missing_or_foreign_file_is_rejected(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.onnx", tmp_path):
         with pytest.raises(BundleError, match="cannot be read"):
             Trunk(path)
@@ -369,7 +369,7 @@ def test_a_missing_or_foreign_file_is_refused(tmp_path: Path) -> None:
         Trunk(tmp_path / "text.onnx")
 
 
-def test_contradictory_or_unknown_choices_are_refused() -> None:
+def test_contradictory_or_unknown_choices_are_rejected() -> None:
     data = mlp().SerializeToString()
     with pytest.raises(RangeError, match="backend: expected 'auto', 'compiled' or 'onnxruntime', got 'tvm'"):
         Trunk(data, backend="tvm")
@@ -630,7 +630,7 @@ def test_a_damaged_library_is_built_again_and_never_loaded(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of this kind are POSIX")
-def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+def test_a_cache_that_others_can_write_to_is_rejected(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(BackendError, match="can be written by other users"):
         Trunk(mlp().SerializeToString(), backend="compiled", cache_dir=tmp_path)
@@ -710,7 +710,7 @@ def test_no_text_of_the_file_reaches_the_c_source(tmp_path: Path) -> None:
 def test_a_constant_index_beyond_its_table_reads_nothing_outside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)  # it would refuse such a file
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)  # it would reject such a file
     nodes = [helper.make_node("Gather", ["x", "far"], ["h"], axis=1)]
     model = make(nodes, [value("x", [1, 4])], [value("h", [1, 3])], {"far": np.array([10**8, 1, -(10**8)])})
     trunk = Trunk(model.SerializeToString(), backend="compiled", cache_dir=tmp_path)
@@ -718,7 +718,7 @@ def test_a_constant_index_beyond_its_table_reads_nothing_outside(
 
 
 @needs_build
-def test_a_trunk_too_large_for_the_stack_is_refused(tmp_path: Path) -> None:
+def test_a_trunk_too_large_for_the_stack_is_rejected(tmp_path: Path) -> None:
     nodes = [helper.make_node("Relu", ["x"], ["a"]), helper.make_node("Sigmoid", ["a"], ["h"])]
     model = make(nodes, [value("x", [300, 1000])], [value("h", [300, 1000])], {})
     with pytest.raises(BackendError, match="1048576 bytes of stack"):
@@ -759,14 +759,14 @@ for file in files:
     try:
         print(kbt.Trunk(file, backend=backend, cache_dir=cache))
     except kbt.KbtError as error:
-        print("refused:", " ".join(str(error).split()))
+        print("rejected:", " ".join(str(error).split()))
 """
 
 
 @needs_build
 @pytest.mark.slow("runs the generator on fourteen files")
 @pytest.mark.parametrize("backend", ["compiled", "auto"])
-def test_a_trunk_that_lies_about_the_shape_of_its_output_is_refused(backend: str, cache: Path, tmp_path: Path) -> None:
+def test_a_trunk_that_lies_about_the_shape_of_its_output_is_rejected(backend: str, cache: Path, tmp_path: Path) -> None:
     files = [tmp_path / f"{name}.onnx" for name in LIES]
     for file, lie in zip(files, LIES.values(), strict=True):
         file.write_bytes(lie)
@@ -774,7 +774,7 @@ def test_a_trunk_that_lies_about_the_shape_of_its_output_is_refused(backend: str
     child = subprocess.run(call, capture_output=True, text=True)  # these files once took over the process
     assert (child.returncode, child.stderr) == (0, "")
     for lie, line in zip(LIES, child.stdout.splitlines(), strict=True):
-        assert line.startswith("refused: "), lie
+        assert line.startswith("rejected: "), lie
 
 
 @needs_build
@@ -835,7 +835,7 @@ def test_integers_that_overflow_wrap_around_on_both_backends(operator: str, tmp_
 
 @pytest.mark.parametrize("backend", ["compiled", "onnxruntime", "auto"])
 @pytest.mark.parametrize("operator", ["Div", "Mod"])
-def test_integer_division_is_refused_before_it_can_end_the_process(operator: str, backend: str, tmp_path: Path) -> None:
+def test_integer_division_is_rejected_before_it_ends_the_process(operator: str, backend: str, tmp_path: Path) -> None:
     nodes = [helper.make_node(operator, ["i", "c"], ["a"]), helper.make_node("Cast", ["a"], ["h"], to=FLOAT)]
     model = make(nodes, [value("i", [2], INT64)], [value("h", [2])], {"c": np.array([-1, -1])})
     with pytest.raises(BundleError, match=f"{operator} of integers"):
@@ -844,7 +844,7 @@ def test_integer_division_is_refused_before_it_can_end_the_process(operator: str
 
 @needs_build
 def test_nan_within_a_network_is_never_turned_into_a_number(backend: str, tmp_path: Path) -> None:
-    """Row k of x goes through log and the k-th operator: after log(-1), h has to be refused."""
+    """Row k of x goes through log and the k-th operator: after log(-1), h has to be rejected."""
     operators = [
         "Relu",
         "HardSigmoid",
