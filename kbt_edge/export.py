@@ -1,8 +1,7 @@
 """From torch to the board: ``export`` makes a bundle from a trunk module and the readout that follows it.
 
-``export_trunk`` is its first half: one self-contained ONNX file with fixed shapes that equals the module. Both need the
-``train`` extra (torch, onnx, onnxscript); nothing of it is needed to run what comes out. ``docs/export.md`` works
-through an example.
+``export_trunk`` is the first half: one self-contained ONNX file with fixed shapes that computes the same as the module.
+Both need the ``train`` extra (torch, onnx, onnxscript); running the result does not. ``docs/export.md`` has an example.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def export_trunk(
     by more than 1e-5 of the largest output, an error says so and no file is written.
     """
     torch, _, _ = _train_extra()
-    # Copies, because of one tensor given twice torch would make one input.
+    # Copies, because torch would make one input of a tensor that is given twice.
     examples = tuple(torch.as_tensor(example).clone() for example in example_inputs)
     if not examples:
         raise RangeError("example_inputs: expected at least one tensor, got none")
@@ -134,8 +133,8 @@ def export(
     has by default. ``made`` is kept in the bundle.
 
     ``readout`` is a ``torch.nn.Linear``, or a module that has its ``weight`` and ``bias`` and computes the same; a
-    ``Conv1D`` keeps its weight transposed and is known by its name. What the head takes over is compared with it on the
-    inputs of ``export_trunk``. A batch of several samples is rejected, as it would become the rows of one sample.
+    ``Conv1D`` keeps its weight transposed and is recognised by its name. The head is compared with it on the inputs of
+    ``export_trunk``. A batch of several samples is rejected, as it would become the rows of one sample.
     """
     torch, _, _ = _train_extra()
     weight, bias = _weights(readout)
@@ -185,7 +184,7 @@ def _weights(readout: torch.nn.Module) -> tuple[Array, Array | None]:
 def _reject_a_batch(
     torch: Any, module: torch.nn.Module, examples: tuple[torch.Tensor, ...], report: TrunkReport
 ) -> None:
-    """Rows that come from the first axis of an input are those of one sample or a batch: only the caller knows."""
+    """Rows from the first axis of an input may be one sample or a batch; only the caller knows."""
     with _evaluation(torch, module), torch.no_grad():
         shape = tuple(module(*examples).shape)
     batched = [
@@ -210,7 +209,7 @@ def _compare_readout(
     trunk: Trunk,
     examples: tuple[torch.Tensor, ...],
 ) -> None:
-    """weight · trunk(x) + bias, in the way of the head, against readout(module(x)) in torch."""
+    """Compare weight · trunk(x) + bias, as the head computes it, with readout(module(x)) in torch."""
     kind = type(readout).__name__
     if weight.ndim != 2 or weight.shape[1] != trunk.d:
         raise ShapeError(
@@ -297,7 +296,7 @@ def _onnx_bytes(torch: Any, module: torch.nn.Module, examples: tuple[Any, ...], 
 
 
 def _fold(model: Any) -> None:
-    """Rearrange weights now: the exporter leaves splits and transposes of them to every run of the trunk."""
+    """Split and transpose weights now, which the exporter leaves to every run of the trunk."""
     onnx: Any = importlib.import_module("onnx")
     graph = model.graph
     known = {tensor.name for tensor in graph.initializer}
@@ -328,7 +327,7 @@ def _fold(model: Any) -> None:
 def _strip(model: Any) -> None:
     """Remove what no backend needs: inferred shapes, and traces that show the paths of the exporting machine.
 
-    For a small trunk they are nine tenths of the file.
+    They are nine tenths of the file of a small trunk.
     """
     graph = model.graph
     del graph.value_info[:]
@@ -357,7 +356,7 @@ def _trials(torch: Any, examples: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 def _variation(torch: Any, example: Any, generator: Any) -> Any:
-    """Noise on states; token ids in another order, as which ids exist is not known here."""
+    """Noise on states; token ids in another order, because the valid ids are unknown."""
     if example.is_floating_point():
         return example + torch.randn(example.shape, generator=generator)
     return example.flatten()[torch.randperm(example.numel(), generator=generator)].reshape(example.shape)

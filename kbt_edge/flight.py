@@ -30,12 +30,12 @@ from kbt_edge.settings import DTYPES, NOISES
 __all__ = ["KINDS", "Difference", "FlightLog", "Replay"]
 
 MAX_BYTES: Final = 1 << 30
-MAX_ARENA_BYTES: Final = 1 << 30  # of the head that a log asks for: a short file can name a huge one
+MAX_ARENA_BYTES: Final = 1 << 30  # of the head of a log: a short file can ask for a huge one
 KINDS: Final = _core.FLIGHT_KINDS
 
 
 class Difference(NamedTuple):
-    """The first record that did not come out as it was recorded."""
+    """The first record whose replay differs."""
 
     record: int
     kind: str

@@ -33,7 +33,7 @@ class _ControlTrunk(nn.Module):
     def __init__(self, state_dim: int, context: int, width: int, layers: int, heads: int, feedforward: int) -> None:
         super().__init__()
         self.embed = nn.Linear(state_dim, width)
-        # One position needs no embedding of its own: it would only add to the bias.
+        # A single position needs no embedding: it would only add to the bias.
         self.position = nn.Parameter(0.02 * torch.randn(context, width)) if context > 1 else None
         layer = nn.TransformerEncoderLayer(width, heads, feedforward, dropout=0.0, activation="relu", batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
@@ -86,7 +86,7 @@ class _TokenTrunk(nn.Module):
     """Source ids (max_len,) and target ids (max_len,) → one hidden row per target position (max_len, width).
 
     Row i sees the whole source and the targets up to i (method.md §6: causal T1), so sequences shorter than ``max_len``
-    are filled up with ``pad`` behind their end and only their first rows are used. A batch axis may lead.
+    are padded with ``pad`` at the end and only their first rows are used. A batch axis may lead.
     """
 
     causal: Tensor
@@ -117,7 +117,7 @@ class _TokenTrunk(nn.Module):
             feedforward,
             dropout=0.0,
             activation="relu",
-            # The default encoder, but for nested tensors: with them torch returns zeros where the source is padding.
+            # The default encoder without nested tensors: with them torch returns zeros where the source is padding.
             custom_encoder=nn.TransformerEncoder(
                 layer, encoder_layers, nn.LayerNorm(width), enable_nested_tensor=False
             ),
@@ -134,7 +134,7 @@ class _TokenTrunk(nn.Module):
             self.source(source_ids) + self.source_position,
             self.target(target_ids) + self.target_position,
             tgt_mask=self.causal,
-            # Said rather than detected: detection looks at the values of the mask, which torch.export cannot follow.
+            # Stated, because torch.export cannot follow the detection, which looks at the values of the mask.
             tgt_is_causal=True,
             src_key_padding_mask=padding,
             memory_key_padding_mask=padding,

@@ -14,10 +14,10 @@ Y[2..i+1] as targets. Which of these rows are learned:
                first tokens n times
     "stream"   the last row of each step, one update after the other: memory for one row, however long Y is
 
-A trunk from a file has fixed lengths, and shorter sequences are filled up behind their end. In the target this changes
-nothing, as such a trunk must be causal (it is tried out here) and only the rows of real tokens are used. In the source
-it is up to the trunk to ignore a padding token: name that in ``pad`` (``networks.TokenTransformer`` masks its own);
-without one, sources must have the full length.
+A trunk from a file has fixed lengths, and shorter sequences are padded at the end. In the target this changes nothing,
+because such a trunk must be causal (which is checked) and only the rows of real tokens are used. In the source the
+trunk must ignore a padding token: name it in ``pad`` (``networks.TokenTransformer`` masks its own). Without one,
+sources must have the full length.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sequences:
              ``Trunk`` or any function (source ids, target ids) → (len(target), d). The head has a softmax output over
              the target tokens
     start    the token in front of every target, Y[1]
-    pad      the token that the trunk ignores in a source, rejected in what is given here; None if there is none
+    pad      the token that the trunk ignores in a source, rejected in x and y; None if there is none
     rows     "unique" (default for a causal trunk), "paper" (default for another) or "stream"
     """
 
@@ -120,7 +120,7 @@ class Sequences:
         limit = self._trunk.target_len
         if max_len is None:
             if limit is None:
-                raise RangeError("max_len: expected a number, as this trunk has no length of its own; got None")
+                raise RangeError("max_len: expected a number, as this trunk has no fixed length")
             max_len = limit
         if not isinstance(max_len, (int, np.integer)) or not 1 <= max_len <= (limit or max_len):
             raise RangeError(f"max_len: expected 1 to {limit or 'any number'}, got {max_len!r}")
@@ -129,7 +129,7 @@ class Sequences:
         while len(answer) < max_len and (end is None or end not in answer[-1:]):
             p = self._next(source, answer).mean[: self._vocabulary]
             if self._pad is not None and self._pad < len(p):
-                p[self._pad] = -1.0  # no token at all, so never an answer
+                p[self._pad] = -1.0  # not a token, so never an answer
             answer = np.append(answer, p.argmax())
         return answer
 
@@ -145,7 +145,7 @@ class Sequences:
 
     @property
     def causal(self) -> bool:
-        """Whether the rows of T1 do not depend on later target tokens, as found by trying."""
+        """Whether the rows of T1 are independent of later target tokens, as a test at construction showed."""
         return self._causal
 
     @property
@@ -171,7 +171,7 @@ class Sequences:
         return self._head.predict(self._h[0])
 
     def _stream(self, source: Tokens, inputs: Tokens, target: Tokens, noise_var: npt.ArrayLike | None) -> Update:
-        """Row after row; all of them, or none if one is rejected."""
+        """Learn row after row. If one is rejected, none is learned."""
         rows = self._trunk(source, inputs).copy() if self._causal else None
         before = self._head.to_bytes()
         learned, nis, log_likelihood = False, 0.0, 0.0
@@ -188,14 +188,14 @@ class Sequences:
         return Update("ok" if learned else "gated", nis, log_likelihood)
 
     def _is_causal(self) -> bool:
-        """Try it: rows of a short target are the first rows of a longer one."""
+        """Test whether the rows of a short target are the first rows of a longer one."""
         length = 4 if self._trunk.target_len is None else min(4, self._trunk.target_len)
         if length == 1:
             return True
         few = length // 2
         source = np.full(self._trunk.probe_len, 0 if self._pad != 0 else 1)
         target = np.full(length, self._start)
-        for last in range(min(self._vocabulary, 3)):  # some of them differ from whatever fills up a short target
+        for last in range(min(self._vocabulary, 3)):  # some of them differ from the padding of a short target
             target[few:] = last
             rows = self._trunk(source, target)[:few].copy()
             if np.abs(self._trunk(source, target[:few]) - rows).max() > SAME * np.abs(rows).max():
@@ -215,7 +215,7 @@ class Sequences:
 
 
 class _FixedTrunk:
-    """A trunk from a file: fixed lengths, filled up behind the end."""
+    """A trunk from a file: fixed lengths, padded at the end."""
 
     def __init__(self, trunk: Trunk, d: int, start: int, pad: int | None) -> None:
         self._trunk = trunk
@@ -231,7 +231,7 @@ class _FixedTrunk:
                 f"got {trunk.rows} rows of {trunk.d}"
             )
         self._ids = np.zeros(self.source_len, np.int64), np.zeros(self.target_len, np.int64)
-        self._fill = pad, start  # behind the end of a target anything will do
+        self._fill = pad, start  # the padding of a target may be any token
 
     def __call__(self, source: Tokens, target: Tokens) -> Array:
         for ids, given, fill in zip(self._ids, (source, target), self._fill, strict=True):

@@ -158,7 +158,7 @@ class _Family:
         try:
             head = self.head(steps)
             log_likelihood = prequential(head, pairs)
-        except KbtError:  # a variance out of range, or an overflow: not a setting that anyone should use
+        except KbtError:  # a variance out of range, or an overflow: not a usable setting
             log_likelihood = -math.inf
         prior = tuple(v * 10.0**step for v, step in zip(self._prior, steps, strict=False))
         if self._noise is None:

@@ -1,4 +1,4 @@
-"""How fast kbt_edge is beside its peers, on this machine. For maintainers.
+"""How fast kbt_edge is compared with its peers, on this machine. For maintainers.
 
     python tools/compare_peers.py --setup peers      # once, and after every change: an environment with the peers in it
     peers/bin/python tools/compare_peers.py [--json] [--only RACE ...] [--cpu N] [--rounds N]
@@ -11,9 +11,9 @@ full        ``Head.update`` with the full covariance of each layer against an EK
 step        ``Model.predict`` + ``observe`` with a compiled trunk against onnxruntime and a pytagi head (10)
 retraining  the same step against one retraining of the whole transformer from a memory, as in the paper (5,000)
 
-All runners of a race live in one process, pinned to one core, with one thread each. They take turns in blocks, so that
-all see the same disturbances and each its own warm caches. A ratio is the median over the rounds of a round's ratio of
-medians; beside it stands the range of the middle 80 % of the rounds. The cost of reading the clock is printed and not
+All runners of a race run in one process, pinned to one core, with one thread each. They take turns in blocks, so that
+all get the same disturbances and each has warm caches. A ratio is the median over the rounds of a round's ratio of
+medians; next to it is the range of the middle 80 % of the rounds. The cost of reading the clock is printed and not
 subtracted. Every head must first show that it learns. What cannot be set up is skipped, and the reason printed.
 
 Exits with 1 when a race was lost, with 0 otherwise, also when races were skipped.

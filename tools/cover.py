@@ -79,7 +79,7 @@ def run_tests(arguments: list[str]) -> int:
     rc = f"--rcfile={WORK}/settings"
     pytest = ["-m", "pytest", "-q", "-n", "0", "-m", "", "-p", "no:cacheprovider", f"--basetemp={WORK}/tmp", *arguments]
     pytest += [f"--deselect={name}" for name in LEFT_OUT]
-    # Trunks that this compiler makes are not for anybody else's cache.
+    # Instrumented trunks must not get into the usual cache.
     environment = os.environ | {"PATH": path, "XDG_CACHE_HOME": str(WORK / "cache")}
     done = subprocess.run([python, "-m", "coverage", "run", rc, *pytest], cwd=ROOT, env=environment, check=False)
     subprocess.run([python, "-m", "coverage", "combine", "-q", rc], cwd=ROOT, check=True)

@@ -1,22 +1,19 @@
-"""Fuzz for as long as a maintainer has patience.
+"""Run the fuzzers. For maintainers.
 
     python tools/fuzz.py [TARGET ...] [--seconds 60] [--jobs 1]
-    python tools/fuzz.py --report                # what all runs so far have spent and found
 
 Targets are the files of tests/fuzz: Python ones run under atheris (``pip install -e '.[fuzz]'``), C++ ones are built
 with clang's libFuzzer and the address and undefined-behaviour sanitizers. ``stateful`` is test_stateful.py with
 random examples instead of the fixed ones of the test run. ``copies`` is abi.cpp as a plain program, with the installed
 library and with a build without vectors: random calls of a head and of a copy made from its bytes, --runs of them for
-each structure and build, must have equal answers. Prints executions, the growth of coverage and findings.
-Corpora and findings are kept in --work; what was spent and found goes to --totals, which is committed, as machines come
-and go. Exits with 1 when anything was found.
+each structure and build, must have equal results. Prints executions, the growth of coverage and findings. Corpora and
+findings are kept in --work. Exits with 1 if anything was found.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -26,18 +23,17 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FUZZ = ROOT / "tests" / "fuzz"
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "", "-p", "no:cacheprovider")
-INTERRUPTED = 72  # libFuzzer's answer to somebody who stops it
+INTERRUPTED = 72  # exit code of libFuzzer after Ctrl-C
 sys.path.insert(0, str(ROOT / "tests/support"))
 
 
 @dataclass(frozen=True)
 class Target:
-    """``command(work)`` answers the command of a libFuzzer process, without its options; it builds what has to be."""
+    """``command(work)`` builds the target and returns the command of a libFuzzer process, without options."""
 
     name: str
     command: Callable[[Path], list[str]]
@@ -80,7 +76,7 @@ class Outcome:
     last_coverage: int = 0
     findings: int = 0
     cpu_seconds: float = 0.0
-    tally: Counter[str] = field(default_factory=Counter)  # what a target has counted itself, such as calls rejected
+    tally: Counter[str] = field(default_factory=Counter)  # counted by the target, such as rejected calls
 
 
 def fuzz(target: Target, seconds: int, runs: int, jobs: int, seed: int, work: Path) -> Outcome:
@@ -114,7 +110,7 @@ def fuzz(target: Target, seconds: int, runs: int, jobs: int, seed: int, work: Pa
         if process.returncode not in (0, INTERRUPTED):
             last = "\n".join(text.splitlines()[-40:])
             print(f"{target.name}: ended with {process.returncode}\n{last}", file=sys.stderr)
-            if "INFO: Seed:" not in text:  # libFuzzer's first words
+            if "INFO: Seed:" not in text:  # libFuzzer's first output
                 raise SystemExit(f"{target.name}: expected the fuzzer to start, but it did not")
             outcome.findings += 1
     return outcome
@@ -184,33 +180,6 @@ def stateful(seconds: int) -> Outcome:
     return outcome
 
 
-def totals_in(path: Path) -> dict[str, Any]:
-    totals: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return totals
-
-
-def remember(name: str, outcome: Outcome, path: Path) -> dict[str, Any]:
-    """Add to what is known of earlier runs."""
-    totals = totals_in(path)
-    total = totals.setdefault(name, {"cpu_seconds": 0.0, "executions": 0, "findings": 0})
-    for key in ("cpu_seconds", "executions", "findings"):
-        total[key] = round(total[key] + getattr(outcome, key), 1)
-    total["tally"] = dict(outcome.tally + Counter(total.get("tally", {})))
-    path.write_text(json.dumps(totals, indent=1, sort_keys=True) + "\n")
-    return dict(total)
-
-
-def report(path: Path) -> None:
-    totals = totals_in(path)
-    for name, total in totals.items():
-        print(
-            f"{name}: {total['cpu_seconds'] / 3600:.2f} h of processor time, {total['executions']} executions"
-            + "".join(f"; {count} {what}" for what, count in total["tally"].items())
-            + f"; {total['findings']} ended with a finding"
-        )
-    print(f"together: {sum(total['cpu_seconds'] for total in totals.values()) / 3600:.2f} h of processor time")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fuzz the core and the readers of files.")
     names = [*TARGETS, "copies", "stateful"]
@@ -220,17 +189,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of random numbers; default: the time")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "fuzz", help="where corpora and findings go")
-    parser.add_argument("--totals", type=Path, default=FUZZ / "totals.json", help="what was spent and found so far")
-    parser.add_argument("--report", action="store_true", help="print what was spent and found so far; fuzz nothing")
     options = parser.parse_args()
     unknown = sorted(set(options.targets) - set(names))
     if unknown:
         parser.error(f"TARGET: expected some of {', '.join(names)}; got {', '.join(unknown)}")
     if options.seconds <= 0 and options.runs <= 0:
         parser.error("--seconds, --runs: expected one of them above 0")
-    work, totals = options.work.resolve(), options.totals.resolve()
-    if options.report:
-        return report(totals)
+    work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     found = 0
     for name in options.targets or names:
@@ -240,12 +205,10 @@ def main() -> None:
             outcome = copies(options.seconds, options.runs, options.seed, work)
         else:
             outcome = fuzz(TARGETS[name], options.seconds, options.runs, options.jobs, options.seed, work)
-        total = remember(name, outcome, totals)
         print(
             f"{name}: {outcome.executions} executions, coverage {outcome.first_coverage} -> {outcome.last_coverage}, "
-            f"{outcome.findings} findings, {outcome.cpu_seconds:.0f} s of processor time "
-            f"({total['cpu_seconds'] / 3600:.2f} h and {total['executions']} executions so far)"
-            + "".join(f"; {count} {what}" for what, count in total["tally"].items())
+            f"{outcome.findings} findings, {outcome.cpu_seconds:.0f} s of processor time"
+            + "".join(f"; {count} {what}" for what, count in outcome.tally.items())
         )
         found += outcome.findings
     raise SystemExit(1 if found else 0)

@@ -1,7 +1,7 @@
 """pytest plugin of tools/wheel.py: leaves out what need not be emulated, and says how much, and why.
 
 Tests marked ``host_only`` are always left out. ``--quick`` also leaves out those marked ``slow`` or ``long``, and of
-any other test function it runs one configuration: all were proven on the host, and a board that computes the same bits
+any other test function it runs one configuration: all of them ran on the host, and a board that computes the same bits
 fails in many or in none. A file marked as a whole is not imported, but named, and its tests are not counted.
 ``--part I/N`` takes the I-th of N shares of the test files, for N processes.
 """

@@ -1,4 +1,4 @@
-"""Kill a process that saves a bundle, again and again, and look at what it left: ``python tools/kill_saves.py``.
+"""Kill a process that saves a bundle, again and again, and check the bundle: ``python tools/kill_saves.py``.
 
 A child saves two states in turn and says when each save begins and ends. It gets SIGKILL at a random moment. Then the
 bundle must be whole (else it is torn), and hold the last state whose save had ended or the one being saved (else a save
@@ -84,7 +84,7 @@ def run(kills: int, seed: int, folder: Path) -> dict[str, int]:
         if story.endswith(b")"):
             count["between"] += 1
             count["lost"] += now != saved % 2
-        elif now != saved % 2:  # the one under way had arrived
+        elif now != saved % 2:  # the save in progress was complete
             count["after_rename"] += 1
             saved += 1
         else:

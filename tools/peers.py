@@ -1,4 +1,4 @@
-"""What runs in the races of compare_peers.py: the stream that every head learns, our head, and the peers."""
+"""The runners of compare_peers.py: the stream that every head learns, our head, and the peers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLES = 200  # in the stream that every head learns, again and again
 
 @dataclass(frozen=True)
 class Stream:
-    """A readout that was trained, and samples of the one that it has become."""
+    """A trained readout, and samples of a changed one."""
 
     weight: NDArray[np.float64]  # (1, d)
     h: list[NDArray[np.float32]]  # (d,) each
@@ -37,7 +37,7 @@ class Stream:
         return cls(weight, list(h), list(y))
 
     def must_teach(self, name: str, predict: Callable[[Any], Any], update: Callable[[Any, Any], Any]) -> None:
-        """A runner that does not learn has nothing to do in a race."""
+        """Check that a runner learns."""
 
         def rmse() -> float:
             return float(np.sqrt(np.mean([(float(predict(h)) - float(y[0])) ** 2 for h, y in self.samples()])))
@@ -106,7 +106,7 @@ class PytagiHead:
         self.learn(y)
 
     def lean_update(self, h: NDArray[np.float32], y: list[float]) -> None:
-        """Past pytagi's Python: straight to its C++, targets as the lists it wants, outputs left where they are."""
+        """Calls pytagi's C++ directly, with targets as lists and without reading the outputs."""
         core = self.core
         core.forward(h, None)
         self.core_updater.update(core.output_z_buffer, y, self.noise_list, core.input_delta_z_buffer)
@@ -114,7 +114,7 @@ class PytagiHead:
         core.step()
 
     def empty_calls(self, _: object) -> tuple[int, ...]:
-        """As many crossings into C++ as lean_update makes, with nothing to do there but to hand over a number."""
+        """As many calls into C++ as lean_update makes, each doing nothing."""
         core = self.core
         return (core.num_samples, core.num_samples, core.num_samples,
                 core.num_samples, core.num_samples, core.num_samples)  # fmt: skip

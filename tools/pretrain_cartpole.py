@@ -3,7 +3,7 @@
     python tools/pretrain_cartpole.py kbt_edge/studies/cartpole.npz --bundle kbt_edge/bundles/cartpole
 
 Writes the network's weights, which the baselines retrain, and with --bundle the bundle that the package ships, and
-prints what it is worth; if that is too little, writes nothing and leaves with an error. Takes about a minute. One seed
+prints its scores. If they are too low, it writes nothing and exits with an error. Takes about a minute. One seed
 gives one network on one machine with one version of torch.
 
 Pre-training covers twice the box in which the policy works: a linear readout of h fitted to 50 samples then loses 0.4
@@ -40,7 +40,7 @@ from kbt_edge.studies.cartpole import (
 
 WORST_RMSE = 0.01  # of the deviation of the old LQR's force
 PRETRAINING_BOX = 2.0 * STATE_BOX  # see the top of this file
-EVALUATION_SEED = 1_000_003  # apart from every training seed
+EVALUATION_SEED = 1_000_003  # different from every training seed
 
 
 def pretrain(seed: int, steps: int, learning_rate: float, batch: int) -> DecisionTransformer:
@@ -76,7 +76,7 @@ def main() -> int:
     add_options(parser, seed=1, steps=6000, learning_rate=1e-3, batch=256)
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # the network is too small to share out, and one thread always adds in one order
+    torch.set_num_threads(1)  # the network is small, and one thread always sums in one order
     started = time.perf_counter()
     model = pretrain(args.seed, args.steps, args.learning_rate, args.batch).eval()
     seconds = time.perf_counter() - started

@@ -5,7 +5,7 @@
 The folder must be new. Takes some minutes, and ends with the settings of kbt_edge/studies/tokens.py, chosen again for
 this network. One seed gives one network on one machine with one version of torch.
 
-One fifth of the decoder's inputs are random letters. A decoder that has only seen answers of the old rule leans on
+One fifth of the decoder's inputs are random letters. A decoder that has only seen answers of the old rule relies on
 them, and they are gone once the rule has changed: trained without, retraining the readout on 500 sequences of a new
 rule got 87 % of the tokens right, with it 99.8 % (three rules, Adam with 1000 steps at 0.03).
 """
@@ -46,7 +46,7 @@ from kbt_edge.trunk import Trunk
 WIDTH = 24
 CORRUPTED = 0.2  # share of the decoder's inputs that are random letters
 WORST_ACCURACY = 0.999
-EVALUATION_SEED = 1_000_003  # apart from every training seed
+EVALUATION_SEED = 1_000_003  # different from every training seed
 CHOICE_SEEDS = range(3)
 
 PRIORS = (0.01, 0.03, 0.1, 0.3, 1.0)
@@ -100,7 +100,7 @@ def main() -> int:
     if args.out.exists():
         parser.error(f"{args.out} exists already")
 
-    torch.set_num_threads(1)  # the network is too small to share out, and one thread always adds in one order
+    torch.set_num_threads(1)  # the network is small, and one thread always sums in one order
     started = time.perf_counter()
     network = pretrain(args.seed, args.steps, args.learning_rate, args.batch)
     accuracy = token_accuracy(network)

@@ -1,4 +1,4 @@
-"""Runs the races of compare_peers.py: runners take turns, and a ratio of their times is judged."""
+"""Runs the races of compare_peers.py: runners take turns, and the ratio of their times is compared with a goal."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Make the flight logs in tests/logs anew, and the file that says which state each must lead to.
+"""Record the flight logs in tests/logs, and the file with the state that each must lead to.
 
     python tools/record_logs.py                                    # logs that are missing; compares the others
     python tools/record_logs.py --accept-change "why" [NAME ...]   # replaces them, and keeps the reason
 
 A log that exists is never replaced without a reason, which is written into the history of tests/logs/expected.json with
-the hashes before and after. Nobody rewrites what the core must compute silently.
+the hashes before and after.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def drift() -> kbt.Head:
 
 
 def outliers() -> kbt.Head:
-    """A gate, spikes that it rejects, and a sensor that now and then says NaN or far too much."""
+    """A gate, spikes that it rejects, and a sensor that sometimes reports NaN or far too large values."""
     rng = np.random.default_rng(3)
     head = kbt.Head(np.zeros((1, D)), noise_var=0.01, gate=16.0, prior_var=1.0)
     head.record(200)
@@ -90,7 +90,7 @@ def outliers() -> kbt.Head:
 
 
 def steady_input() -> kbt.Head:
-    """The same h for ever, from full factors of a head in float64: variances go down to their floors."""
+    """The same h every time, in a full float64 head: variances go down to their floors."""
     head = kbt.Head(
         np.ones((1, 4)), hidden=(8,), covariance="full", prior_var=(1e-2, 1.0), noise_var=1e-6, dtype="float64"
     )
@@ -102,7 +102,7 @@ def steady_input() -> kbt.Head:
 
 
 def forgetting() -> kbt.Head:
-    """A past that fades, learned noise, diagonal factors, and three rows at a time."""
+    """Forgetting, learned noise, diagonal factors, and three rows at a time."""
     rng = np.random.default_rng(5)
     head = kbt.Head(np.zeros((1, D)), noise="adaptive", forgetting=0.97, covariance="diagonal", max_rows=3)
     head.record(160)
@@ -152,7 +152,7 @@ def main() -> int:
             print(f"{name}: {len(data)} bytes, {made['records']} records, state {made['state']}")
         elif made != known:
             rejected = True
-            print(f"{name}: state {made['state']}, {known['state']} expected; left alone", file=sys.stderr)
+            print(f"{name}: state {made['state']}, {known['state']} expected; not replaced", file=sys.stderr)
         else:
             print(f"{name}: as it was")
     if rejected:

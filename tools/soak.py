@@ -1,10 +1,10 @@
-"""The scenarios of tests/core/test_stability.py for as long as a maintainer has patience.
+"""Long runs of the scenarios of tests/core/test_stability.py. For maintainers.
 
     python tools/soak.py [--updates 10000000] [--scenario NAME ...]
 
-Runs every scenario in float32 and float64 side by side and prints how far they end apart. Exits with 1 when a run met
-anything rejected, non-finite or negative, ended more than 5 % (--within) from its float64 twin, or has an average NIS
-outside its band although its model is correct.
+Runs every scenario in float32 and float64 side by side and prints how far they end apart. Exits with 1 if a sample was
+rejected, a number was not finite or negative, the float32 run ended more than 5 % (--within) from the float64 run, or
+the average NIS of a correct model is outside its band.
 """
 
 from __future__ import annotations

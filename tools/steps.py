@@ -17,7 +17,7 @@ STARTED = time.monotonic()
 
 
 class StepError(Exception):
-    """Something this machine lacks, or a step that went wrong; the message is for a person."""
+    """A missing program or a failed step, with a message for the user."""
 
 
 def default_cache() -> Path:
@@ -59,7 +59,7 @@ def timed(name: str) -> Iterator[None]:
 
 
 def together(*parts: Callable[[], object]) -> list[object]:
-    """All at the same time; what each returns."""
+    """Run all at the same time; returns their results."""
 
     def one(part: Callable[[], object]) -> object:
         with timed(part.__name__.replace("<lambda>", "tests")):

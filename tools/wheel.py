@@ -7,7 +7,7 @@
 1. ``tools``  pip fetches zig (a C++ compiler that carries the C libraries of other machines, old ones too) and what
               builds the wheel.
 2. ``root``   apt, with a state of its own, fetches the board's Python and C library; they are unpacked, not installed.
-3. ``wheel``  CMake cross-compiles; auditwheel names the oldest C library that will do; test_wheel.py looks in.
+3. ``wheel``  CMake cross-compiles; auditwheel finds the oldest C library that works; test_wheel.py checks the content.
 4. ``site``   pip resolves and installs the wheel and its dependencies as it would on the board.
 5. ``tests``  the package's tests in the emulated Python, except those marked ``host_only`` and, without ``--all``,
               those that tools/host_only.py leaves out to be quick; it prints how many. At the same time the hash of
@@ -285,7 +285,7 @@ chmod +x "$program"
 
     @property
     def environment(self) -> dict[str, str]:
-        """Nothing of this machine is in the way: no compiler but the board's, no package but those in ``site``."""
+        """An environment with only the board's compiler and the packages in ``site``."""
         path = [self.package, self.home / "site", CHECKOUT / "tools"]
         return {
             "PATH": str(self.bin),

@@ -1,7 +1,7 @@
-"""What this board is, and what state it is in: processor, clocks, temperature, throttling, kernel, versions.
+"""Describes this board and its state: processor, clocks, temperature, throttling, kernel, versions.
 
 Everything comes from files below /proc and /sys and from two vendor tools, ``vcgencmd`` (Raspberry Pi) and ``nvpmodel``
-(Jetson), where they exist. What a board does not tell is None, never a guess. Tests give another ``root`` and ``tool``.
+(Jetson), if installed. What a board does not report is None. Tests give another ``root`` and ``tool``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ THROTTLED: Final = {
 
 
 def run_tool(*command: str) -> str | None:
-    """What a tool prints, or None if there is no such tool or it failed."""
+    """The output of a tool, or None if it is not installed or failed."""
     if shutil.which(command[0]) is None:
         return None
     try:
@@ -257,7 +257,7 @@ def parse_stat(text: str) -> dict[str, float] | None:
 
 
 def load_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float] | None:
-    """How many cores, on average, others kept busy between two states: other processes, and the hypervisor's guests."""
+    """How many cores, on average, other processes and the hypervisor kept busy between two states."""
     first, last = before["cpu_seconds"], after["cpu_seconds"]
     if first is None or last is None:
         return None

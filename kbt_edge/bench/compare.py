@@ -18,7 +18,7 @@ _MAX_BYTES: Final = 64 * 2**20
 
 
 def side_by_side(paths: Sequence[Path]) -> dict[str, Any]:
-    """Rows of figures, one per column; what a result does not have is None."""
+    """Rows of figures, one per column; None if a result does not have it."""
     if len(paths) < 2:
         raise RangeError(f"--compare: expected at least two files, got {len(paths)}")
     results = [_read(path) for path in paths]
@@ -40,7 +40,7 @@ def text(result: Mapping[str, Any]) -> str:
     for letter, column in zip(letters, result["columns"], strict=True):
         lines += [f"{letter}  {column['file']}", f"   {column['board']}", f"   {column['conditions']}"]
     if not result["same_model"]:
-        lines.append("The models differ: what is compared is not only the boards.")
+        lines.append("The models differ, so this compares more than the boards.")
     head = "".join(f"{letter:>12}" for letter in letters) + "".join(f"{letter + '/A':>8}" for letter in letters[1:])
     lines += ["", f"{'':<52}{head}"]
     for row in result["rows"]:

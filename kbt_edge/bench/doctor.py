@@ -5,7 +5,7 @@ Nothing is changed. Every finding is one of
     ok        as it should be
     change    works, and would work better: why, and the command
     missing   something that can be installed: what it is for, and the command
-    broken    the main job does not work
+    broken    the package does not do its job
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def examine() -> dict[str, Any]:
 
 
 class Probe:
-    """What can only be found out by trying. Tests replace it."""
+    """Checks that try something on this machine. Tests replace it."""
 
     def installed(self, module: str) -> bool:
         return importlib.util.find_spec(module) is not None
@@ -117,7 +117,7 @@ class Probe:
 
 
 def examine_package(board: Board, probe: Probe) -> Iterator[Finding]:
-    """The main job: a head that learns, and a trunk that runs."""
+    """The main purpose: a head that learns, and a trunk that runs."""
     problem = probe.head_learns()
     if problem is None:
         yield Finding("head", "ok", f"learns; the core was built by {_core.COMPILER}")
@@ -209,7 +209,7 @@ def _clock_speed(board: Board) -> Iterator[Finding]:
     slow = [policy for policy in policies if policy["governor"] != "performance"]
     if slow:
         found = ", ".join(f"{policy['governor']} on cpu {policy['cpus']}" for policy in slow)
-        why = "between two steps the clock falls, and the next step starts slow: p99 grows most at low rates"
+        why = "the clock drops between two steps, so the next step starts slowly: p99 suffers most at low rates"
         do = "echo performance | sudo tee /sys/devices/system/cpu/cpu*/cpufreq/scaling_governor"
         yield Finding("governor", "change", found, why, do)
     else:
@@ -230,7 +230,7 @@ def _heat(board: Board) -> Iterator[Finding]:
     throttled = board.throttled()
     if throttled:
         power = any("voltage" in reason or "current" in reason for reason in throttled)
-        why = "the firmware lowers the clock, and figures taken meanwhile are not those of the board"
+        why = "the firmware lowers the clock, so measurements do not show what the board can do"
         do = "use the board's own power supply and a short cable" if power else "add a heat sink or a fan"
         yield Finding("throttling", "change", ", ".join(throttled), why, do)
     elif throttled is not None:
@@ -238,7 +238,7 @@ def _heat(board: Board) -> Iterator[Finding]:
     warm = {name: value for name, value in board.temperatures().items() if value >= HOT}
     if warm:
         found = ", ".join(f"{name} {value:.0f} °C" for name, value in warm.items())
-        yield Finding("temperature", "change", found, "close to where the clock is lowered", "add a heat sink or a fan")
+        yield Finding("temperature", "change", found, "close to the thermal limit", "add a heat sink or a fan")
     elif board.temperatures():
         yield Finding("temperature", "ok", f"{max(board.temperatures().values()):.0f} °C")
     mode = board.state()["power_mode"]
@@ -274,7 +274,7 @@ def _permissions(board: Board, probe: Probe) -> Iterator[Finding]:
     if probe.may_use_fifo():
         yield Finding("FIFO priority", "ok", "permitted")
     else:
-        why = "without it any process may take the core in the middle of a step"
+        why = "without it any process can preempt the loop in the middle of a step"
         do = 'echo "@realtime - rtprio 95" | sudo tee -a /etc/security/limits.d/realtime.conf; '
         do += "sudo groupadd -f realtime; sudo usermod -aG realtime $USER; log in again"
         yield Finding("FIFO priority", "change", "not permitted to this user", why, do)
@@ -333,8 +333,6 @@ def _threads(board: Board, probe: Probe) -> Finding:
     setting = probe.environment("OMP_NUM_THREADS")
     if setting == "1":
         return Finding("threads", "ok", "OMP_NUM_THREADS=1")
-    why = (
-        "NumPy's BLAS or an onnxruntime session of your own starts a thread per core, and they take turns with the loop"
-    )
+    why = "NumPy's BLAS and your own onnxruntime sessions start a thread per core, which compete with the loop"
     found = f"OMP_NUM_THREADS={setting}" if setting else "OMP_NUM_THREADS is not set"
     return Finding("threads", "change", found, why, "export OMP_NUM_THREADS=1; own sessions: intra_op_num_threads = 1")

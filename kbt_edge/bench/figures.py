@@ -26,11 +26,11 @@ BINS_PER_DECADE: Final = 50
 
 
 def summary(ns: Nanoseconds) -> dict[str, Any]:
-    """Percentiles by nearest rank, so each is a latency that was measured; one that no sample supports is None."""
+    """Percentiles by nearest rank, so each is a measured latency; None if there are too few samples."""
     count = len(ns)
     figures: dict[str, Any] = {"count": count}
     for name, share in PERCENTILES.items():
-        # p99.9 of 200 samples would be their maximum under another name.
+        # p99.9 of 200 samples would be their maximum.
         enough = count * (1 - share) >= 1 - 1e-9
         figures[name] = float(np.quantile(ns, share, method="inverted_cdf")) if enough else None
     figures["min"], figures["max"] = float(ns.min()), float(ns.max())
@@ -59,9 +59,9 @@ def paced_figures(
 ) -> dict[str, Any]:
     """What a paced loop did, from when its steps started and were done, counted from release 0.
 
-    Step k is due at k · period. Its response time runs from there and not from when the loop got round to it, so a
-    single stall is charged to every release that it delayed (no coordinated omission).
-    ``floor_ns``: shorter times are mostly the clock's own, and are raised to this value.
+    Step k is due at k · period. Its response time is measured from there, even if the loop started late, so a single
+    stall is charged to every release that it delayed (no coordinated omission).
+    ``floor_ns``: shorter times are mostly the cost of the clock, and are raised to this value.
     """
     releases = period_ns * np.arange(len(started))
     missed = done - releases > deadline_ns

@@ -1,8 +1,7 @@
-"""The loops that measure: back to back and paced, in C and in Python, into a recorder that exists before they start.
+"""The measuring loops: back to back and paced, in C and in Python, with a preallocated recorder.
 
-A reading of the clock is stored raw and turned into nanoseconds afterwards. In a Python loop the recorder's ``mark`` is
-a C function without arguments, so that no integer is made while measuring. No loop knows how long anything took while
-it runs: none can leave out a slow step.
+Readings of the clock are stored raw and converted to nanoseconds afterwards. In a Python loop the recorder's ``mark``
+is a C function without arguments, so that no integer is allocated while measuring. Every step is recorded.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ __all__ = ["TRUSTED_CLOCKS", "Harness", "LoopName", "back_to_back", "paced", "st
 Nanoseconds = NDArray[np.float64]
 LoopName = Literal["c", "python"]
 
-# Where the kernel itself keeps time by the processor's counter, so may we: it is cheaper than the kernel's clock.
+# If the kernel keeps time by the processor's counter, we do too: it is cheaper to read than the kernel's clock.
 TRUSTED_CLOCKS: Final = {"x86_64": "tsc", "aarch64": "arch_sys_counter"}
-SHARE: Final = 0.05  # of a figure may be the harness's own
+SHARE: Final = 0.05  # of a figure may be the cost of the harness
 _CALIBRATION_STEPS: Final = 20_000
 _STEPS: Final = 20_000
 _SECONDS: Final = 10.0
@@ -40,7 +39,7 @@ _MAX_STOPS: Final = 100_000
 
 
 class Harness:
-    """The clock, and what it costs to use it: the empty step, measured by the loops that measure everything else."""
+    """The clock and its cost, measured with an empty step by the same loops."""
 
     def __init__(self, clocksource: str | None, machine: str) -> None:
         trusted = clocksource is not None and TRUSTED_CLOCKS.get(machine) == clocksource
@@ -49,7 +48,7 @@ class Harness:
         self._origin = _core.clocks()
         c, python = self._empty(self.use_counter)
         c_paced, python_paced = self._empty(False)  # a paced loop is timed by the clock that releases it
-        while time.monotonic_ns() - self._origin[1] < 50_000_000:  # the longer, the better the counter's rate is known
+        while time.monotonic_ns() - self._origin[1] < 50_000_000:  # so that the counter's rate is known accurately
             pass
         rate = self._rate() if self.use_counter else 1.0
         self.c_overhead = rate * float(np.median(c))
@@ -79,7 +78,7 @@ class Harness:
         return ns
 
     def _rate(self) -> float:
-        """Nanoseconds a tick, over all the time since the harness began."""
+        """Nanoseconds per tick since the harness was made."""
         ticks, now = _core.clocks()
         return (now - self._origin[1]) / (ticks - self._origin[0])
 
@@ -88,12 +87,12 @@ class Harness:
         return max(1, math.ceil(2 * self.c_overhead / (SHARE * max(ns, 0.1))))
 
     def row(self, loop: str, stage: str, ns: Nanoseconds, overhead: float, repeat: int = 1) -> dict[str, Any]:
-        """One line of the result. ``overhead``: how much of the interval is the harness's own."""
+        """One line of the result. ``overhead``: the part of the interval that the harness costs."""
         each = ns / repeat
         figures = summary(each)
         overhead /= repeat
         share = overhead / figures["p50"] if figures["p50"] > 0 else math.inf
-        if share > SHARE:  # shorter than the clock can tell
+        if share > SHARE:  # too short for the clock
             return {"loop": loop, "stage": stage, "too_short": True, "below_ns": overhead / SHARE}
         return {
             "loop": loop,
@@ -108,8 +107,8 @@ class Harness:
 def back_to_back(work: Workload, harness: Harness, steps: int | None, rest: bool, tell: Tell) -> dict[str, Any]:
     """Stages and whole steps, one after the other without a pause, C and Python taking turns in blocks.
 
-    ``steps``: None for as many as are usual, or fit into ``_SECONDS``.
-    ``rest``: sleep between two blocks, as the kernel stops a real-time process that never does.
+    ``steps``: None for the default number, or as many as fit into ``_SECONDS``.
+    ``rest``: sleep between two blocks, because the kernel throttles a real-time process that never sleeps.
     """
     started = time.monotonic()
     _python_block(work, harness.recorder(3 * SAMPLES))  # warm
@@ -156,8 +155,8 @@ def back_to_back(work: Workload, harness: Harness, steps: int | None, rest: bool
         harness.row("python", "step", py_step, 2 * py_cost),
     ]
     if work.whole and step == 1:
-        # The same samples in the same order, so each Python step has its C step. What the readings cost is not Python's
-        # own and is taken off; what remains of it is how much a reading varies.
+        # The same samples in the same order, so each Python step has its C step. The cost of the readings is
+        # subtracted; what remains is their variation.
         difference = (py_step - 2 * py_cost) - (c_step - c_cost)
         rows.append(harness.row("python", "overhead", difference, harness.python_spread))
     return {"steps": blocks * SAMPLES, "rows": rows, **used.told()}
@@ -166,8 +165,8 @@ def back_to_back(work: Workload, harness: Harness, steps: int | None, rest: bool
 def stops(harness: Harness) -> dict[str, Any]:
     """How often a loop that only reads the clock is stopped on this core, and for how long.
 
-    By interrupts, the kernel, firmware, or a hypervisor: no step on this core can be steadier than that. Half a second,
-    as the kernel stops a real-time process that is busy for a whole one.
+    By interrupts, the kernel, firmware or a hypervisor: no step on this core can be steadier. It takes half a second,
+    because the kernel throttles a real-time process that is busy for a whole one.
     """
     recorder = _core.Recorder(_MAX_STOPS * 2, False)
     shortest = max(1000, math.ceil(harness.paced_overhead["c"] / SHARE))
@@ -191,15 +190,15 @@ def paced(
 ) -> tuple[dict[str, Any], Nanoseconds, Nanoseconds]:
     """A control loop: released on absolute times, ``rate_hz`` a second. Returns figures, release jitter and response.
 
-    It sleeps until ``spin_ns`` before a release and is busy until it comes: awake, the core has left its power saving
-    behind when the step starts.
+    It sleeps until ``spin_ns`` before a release and then busy-waits, so that the core is out of its power saving state
+    when the step starts.
 
-    Once a second, between two steps, it looks for Ctrl-C and shows progress; what that delays counts like any delay.
+    Once a second, between two steps, it checks for Ctrl-C and shows progress. A delay by that counts like any other.
     """
     period = round(1e9 / rate_hz)
     steps = max(1, round(duration_s * 1e9 / period))
     at_a_time = max(1, round(1e9 / period))
-    recorder = _core.Recorder(2 * steps, False)  # releases are times of CLOCK_MONOTONIC, so readings must be
+    recorder = _core.Recorder(2 * steps, False)  # releases are times of CLOCK_MONOTONIC, so readings are too
     run = _paced_python if loop == "python" else _paced_c
     for _ in range(4):
         _warm(work, loop)
@@ -281,7 +280,7 @@ def _repeats(work: Workload, harness: Harness) -> tuple[int, int, int]:
         recorder.clear()
         _must(work.loop.stages(0, SAMPLES, 1, 1, recorder))
     trunk, predict, observe = np.median(np.diff(harness.ns(recorder).reshape(-1, 4), axis=1), axis=0).tolist()
-    # Less the reading itself, which weighs most where it matters.
+    # Without the reading itself, which matters most for short stages.
     trunk, predict, observe = (max(0.1, ns - harness.c_overhead) for ns in (trunk, predict, observe))
     return harness.repeats(trunk), harness.repeats(min(predict, observe)), harness.repeats(trunk + predict + observe)
 
@@ -292,7 +291,7 @@ def _must(status: int) -> None:
 
 
 class _Usage:
-    """What the kernel did to this thread while it was measured."""
+    """Context switches and page faults of this thread while it is measured."""
 
     _NAMES: Final = {"involuntary_switches": "ru_nivcsw", "major_faults": "ru_majflt", "minor_faults": "ru_minflt"}
 

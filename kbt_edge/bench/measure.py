@@ -92,7 +92,7 @@ def measure(options: Options, tell: Tell = silent) -> dict[str, Any]:
 
 
 def _harness(harness: Harness, result: Mapping[str, Any]) -> dict[str, Any]:
-    """The harness's own cost, and its largest share in any figure that is reported."""
+    """The cost of the harness, and its largest share in any reported figure."""
     rows = [row for row in result["back_to_back"]["rows"] if not row.get("too_short")]
     rows += result.get("sweep", {}).get("points", [])
     loops = result.get("paced", {}).get("loops", [])

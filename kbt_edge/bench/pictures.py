@@ -1,4 +1,4 @@
-"""The pictures of a benchmark, if matplotlib is there: latency histograms, the trace of a paced loop, the sweep."""
+"""The plots of a benchmark, if matplotlib is installed: latency histograms, the trace of a paced loop, the sweep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Trace", "draw"]
 
 PACED: Final = {"release_jitter": "late release (jitter)", "service": "the step itself", "response": "response"}
 COLOURS: Final = {"full": "tab:red", "neuron": "tab:blue", "diagonal": "tab:green"}
-_POINTS: Final = 4000  # of a trace; more cannot be told apart in a picture
+_POINTS: Final = 4000  # of a trace; more are not visible in a plot
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Trace:
 
 
 def draw(folder: Path, result: Mapping[str, Any], traces: list[Trace]) -> dict[str, Path]:
-    """Write the pictures of this result; returns them by name, nothing if matplotlib is not installed."""
+    """Write the plots of this result; returns them by name, an empty dict if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return {}
     drawn = {"latency": folder / "latency.png"}
@@ -55,7 +55,7 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _latency(path: Path, result: Mapping[str, Any]) -> None:
-    """One panel per loop: how often each latency came up, both axes logarithmic, so that rare slow steps show."""
+    """One panel per loop: how often each latency occurred, both axes logarithmic, so that rare slow steps show."""
     rows = [row for row in result["back_to_back"]["rows"] if not row.get("too_short") and row["stage"] != "overhead"]
     panels: list[tuple[str, list[tuple[str, Mapping[str, Any]]]]] = []
     for loop, title in LOOPS.items():
@@ -119,7 +119,7 @@ def _short(ns: float) -> str:
 
 
 def _release(path: Path, result: Mapping[str, Any], traces: list[Trace]) -> None:
-    """Every release in turn: how late it came, and when its step was done; the worst of each stretch is kept."""
+    """Delay and response of every release in turn; of each interval the worst is drawn."""
     paced = result["paced"]
     floors = {loop["loop"]: loop["release_jitter"]["floor_ns"] for loop in paced["loops"]}
     figure = _figure(11, 3.2 * len(traces))

@@ -1,11 +1,11 @@
-"""Real-time settings of this process while it measures. Each is tried, and what the system did not permit is reported.
+"""Real-time settings of this process while it measures. Those that the system does not permit are reported.
 
 fifo      SCHED_FIFO at a priority: nothing but the kernel and higher priorities interrupt the loop
 cpu       the loop stays on one core, and its caches stay warm
 memory    mlockall: no page of the process is written to disk or fetched in the loop
 timer     the kernel may wake a process of normal priority 50 µs late to save power; here it may not
-gc        Python's garbage collector neither runs nor looks at what exists already
-ftz       denormal numbers count as zero; changes bits, so only when asked for
+gc        Python's garbage collector does not run, and ignores existing objects
+ftz       denormal numbers are flushed to zero; changes bits, so only on request
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PR_GET_TIMERSLACK: Final = 30
 
 @contextlib.contextmanager
 def settings(fifo: int | None, cpu: int | None, ftz: bool) -> Iterator[list[dict[str, Any]]]:
-    """Apply what is asked for and permitted; give back everything on leaving. Yields what happened."""
+    """Apply the requested settings, as far as permitted, and undo them at the end. Yields what was applied."""
     told: list[dict[str, Any]] = []
     with contextlib.ExitStack() as undo:
 
@@ -80,7 +80,7 @@ def settings(fifo: int | None, cpu: int | None, ftz: bool) -> Iterator[list[dict
         note("gc", "frozen", True)
 
         if not ftz:
-            note("ftz", "no", False, "denormal numbers are computed, as in use; --ftz flushes them to zero")
+            note("ftz", "no", False, "denormal numbers are computed exactly; --ftz flushes them to zero")
         elif _core.set_flush_to_zero(True):
             undo.callback(_core.set_flush_to_zero, False)
             note("ftz", "yes", True)

@@ -1,4 +1,4 @@
-"""One HTML file with everything: figures, pictures inside, nothing to be fetched. For a mail or a wiki."""
+"""One self-contained HTML file with all figures and plots."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def html(result: Mapping[str, Any]) -> str:
         _facts("The board", tables.board_lines(result)),
         _facts("While measuring", [*tables.setting_lines(result), *_joined(tables.harness_lines(result))]),
         _back_to_back(result["back_to_back"]),
-        _picture(files, "latency", "How often each latency came up. Both axes are logarithmic: rare slow steps show."),
+        _picture(files, "latency", "How often each latency occurred, on logarithmic axes."),
     ]
     if "paced" in result:
         parts.append(_paced(result["paced"]))
@@ -56,7 +56,7 @@ def html(result: Mapping[str, Any]) -> str:
 
 
 def _joined(lines: list[str]) -> list[str]:
-    """A fact that was broken for the terminal, in one line again."""
+    """A line that was wrapped for the terminal, unwrapped."""
     return [" ".join([lines[0], *(line.strip() for line in lines[1:])])]
 
 

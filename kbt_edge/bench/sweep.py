@@ -1,8 +1,8 @@
 """How time and memory grow with the size of a head: ``--sweep d,hidden,outputs,rows,structure,dtype``.
 
-Sizes (d, hidden, outputs, rows) vary one at a time around ``BASE``; structure and dtype multiply the curves. A point is
-a head of its own, run in C on random rows: predict + observe. The exponent is that of time in the number of stored
-covariance factors, which is what an update has to touch at least (for outputs and rows: in their own number).
+Sizes (d, hidden, outputs, rows) vary one at a time around ``BASE``; structure and dtype multiply the curves. Each point
+is a head run in C on random rows: predict + observe. The exponent is that of time against the number of stored covariance
+factors, all of which an update touches (for outputs and rows: against their number).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def run(names: Sequence[str], harness: Harness, seed: int, tell: Tell) -> dict[s
             tell(f"sweep: {label} {f'{axis} = {at}' if axis else ''}")
             try:
                 measured.append({"curve": label, "axis": axis, "at": at, **_measure(size, harness, seed)})
-            except KbtError as error:  # locked memory may have a limit of its own
+            except KbtError as error:  # locked memory may be limited
                 notes.append(f"{label}: {axis} = {at} left out: {error}")
         points += measured
         if axis and len(measured) >= 3:

@@ -53,7 +53,7 @@ def board_lines(result: Mapping[str, Any]) -> list[str]:
             f"{_mhz(policy['now_mhz'])} after, of {_mhz(policy['min_mhz'])} to {_mhz(policy['max_mhz'])}"
         )
     if not after["frequency"]:
-        lines.append("clock      the kernel does not tell frequency or governor")
+        lines.append("clock      the kernel does not report frequency or governor")
     heat = [f"{name} {before['temperature_c'].get(name, value):.0f} → {value:.0f} °C"
             for name, value in after["temperature_c"].items()]  # fmt: skip
     lines.append(f"heat       {', '.join(heat) or 'no sensor'}")
@@ -82,7 +82,7 @@ def stops_text(stops: Mapping[str, Any]) -> str:
     )
     if stops["max"] is None:
         return what
-    usual = "" if stops["p50"] is None else f"{duration(stops['p50'])} as a rule, "
+    usual = "" if stops["p50"] is None else f"{duration(stops['p50'])} typically, "
     return f"{what}: {usual}{duration(stops['max'])} at most, {100 * stops['share']:.1f} % of the time"
 
 

@@ -1,4 +1,4 @@
-"""What the loops run: a bundle's model with samples for it, ready for a C loop and for a Python loop."""
+"""The workload of the loops: a bundle's model and samples, for a C loop and a Python loop."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def load(name: str, backend: Backend, seed: int) -> Workload:
 
 
 def _input(model: Model, rng: np.random.Generator) -> tuple[Any, ...]:
-    """One sample as a control loop would hand it over: float64 in physical units, or token ids."""
+    """One sample as in a control loop: float64 in physical units, or token ids."""
     values: list[Any] = []
     for spec in model.trunk.inputs:
         shape = spec.shape[1:] if len(spec.shape) > 1 and spec.shape[0] == 1 else spec.shape
@@ -69,7 +69,7 @@ def _input(model: Model, rng: np.random.Generator) -> tuple[Any, ...]:
 
 
 def _target(model: Model, x: tuple[Any, ...], rng: np.random.Generator) -> Any:
-    """What the untouched model holds likely at x, so that the head learns under normal conditions."""
+    """A likely target at x according to the model, so that the head learns under normal conditions."""
     p = model.predict(*x)
     if model.head.config["output"] == "softmax":
         return rng.integers(0, model.head.d_o, p.mean.shape[:-1]).astype(np.int32)

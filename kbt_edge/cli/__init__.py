@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
-            raise  # a bug, or a broken installation: the traceback says more
+            raise  # a bug or a broken installation: show the traceback
         return _failed(f"this command needs {package} (pip install 'kbt-edge[{EXTRAS[package]}]')")
     except KeyboardInterrupt:
         return 130
@@ -116,5 +116,5 @@ def _failed(message: str) -> int:
 
 
 def _printable(text: str) -> str:
-    """Names in a bundle may come from anyone, and must not steer the terminal."""
+    """Escape names from untrusted bundles, which must not control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

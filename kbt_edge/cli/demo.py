@@ -32,7 +32,7 @@ def text(result: Mapping[str, Any]) -> str:
         f"  new plant, before   {_percent(result['success_new_plant_before'])}",
         f"  new plant, after    {_percent(result['success_new_plant_after'])}",
         "",
-        "  samples   force RMSE   sure within   balanced   per update",
+        "  samples   force RMSE   uncertainty   balanced   per update",
     ]
     for row in result["progress"]:
         speed = "" if row["update_us"] is None else f"{row['update_us']:8.1f} µs"

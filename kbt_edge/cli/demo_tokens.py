@@ -28,7 +28,7 @@ def text(result: Mapping[str, Any]) -> str:
     seeds, moments, last = result["seeds"], result["sequences"], result["sequences"][-1]
     spread = f", mean ± deviation of {len(seeds)} new rules" if len(seeds) > 1 else ""
     lines = [
-        "The model was trained on one rule of writing. Now there is another: a new table, and letters behind a",
+        "The model was trained on one spelling rule. Now there is another: a new table, and letters after a",
         f"vowel are shifted the other way. On {result['held_out']} unseen words{spread}, in %,",
         f"before and after {', '.join(map(str, moments[1:]))} sequences:",
     ]

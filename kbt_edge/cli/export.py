@@ -56,5 +56,5 @@ def _function(source: str) -> Callable[[], Any]:
         raise RangeError(f"source: {source} cannot be loaded: {error}") from None
     function = getattr(module, name, None)
     if not callable(function):
-        raise RangeError(f"source: expected a function {name!r} in {where}, there is none")
+        raise RangeError(f"source: expected a function {name!r} in {where}, but it has none")
     return function  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""ONNX files from anyone, read without trusting them.
+"""Reads untrusted ONNX files.
 
 ``wire.py`` parses the protobuf, ``rules.py`` rejects graphs that are not safe to run.
 """

@@ -1,10 +1,9 @@
-"""ONNX files that may run here: ``read_onnx`` applies rules that hold before any runtime is handed the file.
+"""Which ONNX files may run: ``read_onnx`` checks these rules before any runtime sees the file.
 
-- Its parts fit together: every name is made once and before it is used, so there is no cycle.
+- Every name is defined once and before it is used, so there is no cycle.
 - Its operators are those of ONNX, or some that onnxruntime's own tools put into a file, with all inputs they need.
-- Its work is known beforehand. Together with the rejection of control flow by the reader, no shape may depend on the
-  values of an input: one run then costs as much as any other.
-- No operator can end the process: integer division does, by zero and at the smallest integer.
+- No shape depends on the values of an input, and the reader rejects control flow, so every run costs the same.
+- No operator can end the process. Integer division can: by zero, and of the smallest integer.
 
 The only error raised is ``BundleError``.
 """
@@ -36,7 +35,7 @@ MICROSOFT: Final = _words(
     """
 )
 
-# Operators of ONNX of which an input may be left out by an empty name. onnxruntime does not survive it in others.
+# Operators of ONNX of which an input may be left out by an empty name. onnxruntime crashes for others.
 OPTIONAL: Final = _words(
     """
     Attention Clip Conv ConvInteger ConvTranspose DFT DequantizeLinear Dropout GRU Gemm LSTM LayerNormalization
@@ -122,14 +121,14 @@ def _check_names(graph: Graph) -> None:
     for node in graph.nodes:
         for name in filter(None, node.inputs):
             if name not in made:
-                raise BundleError(f"ONNX file: {node.operator} reads {name!r}, which is made nowhere before it")
+                raise BundleError(f"ONNX file: {node.operator} reads {name!r}, which is not defined before it")
         for name in filter(None, node.outputs):
             if name in made:
                 raise BundleError(f"ONNX file: two things in one graph are named {name!r}")
             made.add(name)
     for value in graph.outputs:
         if value.name not in made:
-            raise BundleError(f"ONNX file: the output {value.name!r} of a graph is made by none of its nodes")
+            raise BundleError(f"ONNX file: the output {value.name!r} of a graph is not computed by any of its nodes")
 
 
 def _check_operators(graph: Graph) -> None:
@@ -144,7 +143,7 @@ def _check_operators(graph: Graph) -> None:
 
 
 def _check_work(graph: Graph) -> None:
-    """No shape depends on the values of an input. Shapes are fixed, so what ``Shape`` answers is a constant."""
+    """No shape depends on the values of an input. Shapes are fixed, so the result of ``Shape`` is a constant."""
     varying = {value.name for value in graph.inputs}
     for node in graph.nodes:
         if node.operator in ("Shape", "Size"):
@@ -158,7 +157,7 @@ def _check_work(graph: Graph) -> None:
                 )
         if not varying.isdisjoint(node.inputs):
             varying.update(filter(None, node.outputs))
-    for value in graph.outputs if varying else ():  # a trunk without inputs is rejected as that
+    for value in graph.outputs if varying else ():  # a trunk without inputs is rejected elsewhere
         if value.name not in varying or value.name in graph.names:
             raise BundleError(f"ONNX file: the output {value.name!r} is not computed from an input")
 
@@ -170,7 +169,7 @@ def _check_division(graph: Graph) -> None:
     for node in graph.nodes:
         if node.operator in ("Div", "Mod") and not any(types.get(name, 0) in FLOATING for name in node.inputs):
             raise BundleError(
-                f"ONNX file: {node.operator} of integers, or of values whose type is not known, can end the process; "
+                f"ONNX file: {node.operator} of integers, or of values of unknown type, can end the process; "
                 "export the trunk with constant shapes, or divide floating-point numbers"
             )
         outputs = node.outputs if node.operator == "Split" else node.outputs[:1]
@@ -178,7 +177,7 @@ def _check_division(graph: Graph) -> None:
 
 
 def _output_type(node: Node, types: Mapping[str, int]) -> int:
-    """Element type of a node's first output, 0 if it is not known here."""
+    """Element type of a node's first output, 0 if unknown."""
     if node.operator == "Cast":
         return node.integers.get("to", 0)
     if node.operator == "Constant":

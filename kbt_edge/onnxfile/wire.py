@@ -1,14 +1,13 @@
-"""What an ONNX file declares, read from its bytes without the ``onnx`` package and without trusting them.
+"""Reads the declarations of an untrusted ONNX file, without the ``onnx`` package.
 
-A trunk arrives in a bundle that may come from anyone, and a board has no ``onnx`` installed. This reader walks the
-protobuf wire format far enough to answer: which operators, which inputs and outputs, which token ids are valid, and
-above all whether any tensor points to a file outside (external data), which is rejected. So is all control flow: graphs
-within graphs, functions and training graphs. ``rules.py`` judges the one graph that is left.
+A bundle may come from an untrusted source, and a board has no ``onnx`` installed. This reader parses the protobuf wire
+format far enough to find operators, inputs, outputs and valid token ids. It rejects tensors in other files (external
+data) and control flow: nested graphs, functions and training graphs. ``rules.py`` checks the remaining graph.
 
 It is stricter than a protobuf parser where two readers could disagree about the same bytes: a known field of the wrong
-wire type, and a repeated field that may occur once, are errors. Every length is checked against the bytes that are
-really there before it is used, tensors stay views into the file and have the values their shape asks for, and the
-number of fields is limited, so the cost of a hostile file is bounded by its size. The only error raised is
+wire type, and a repeated field that may occur once, are errors. Every length is checked against the size of
+the file before it is used, tensors are views into the file and must have as many values as their shape says, and the
+number of fields is limited. So the cost of a hostile file is bounded by its size. The only error raised is
 ``BundleError``.
 """
 
@@ -27,7 +26,7 @@ from kbt_edge.errors import BundleError
 
 __all__ = ["ELEMENT_TYPES", "MAX_BYTES", "Graph", "Node", "OnnxModel", "Tensor", "Value", "parse_onnx"]
 
-# Far above any trunk that runs on a board, and low enough to bound what a hostile file can make the reader hold.
+# Far above any trunk that runs on a board. They bound the memory that a hostile file can use.
 MAX_BYTES: Final = 2**28
 MAX_PARTS: Final = 100_000  # of one kind in one message, e.g. the nodes of a graph
 MAX_FIELDS: Final = 200_000  # of the whole file
@@ -119,7 +118,7 @@ def parse_onnx(data: bytes) -> OnnxModel:
 
 
 class _Reader:
-    """Reads one file. It counts the fields it meets: each costs some hundred bytes here and two in the file."""
+    """Reads one file. Fields are counted: each costs about a hundred bytes here and two in the file."""
 
     def __init__(self) -> None:
         self._left = MAX_FIELDS
@@ -222,7 +221,7 @@ class _Reader:
         for part in (fields.one(1), fields.one(2)):
             if part is not None:
                 self._tensor(part)
-        # Made dense by a runtime, a few bytes of it can fill any memory.
+        # A runtime makes it dense, so a few bytes can fill any memory.
         raise BundleError("ONNX file: expected dense tensors, got a sparse one; export the trunk without")
 
     def _value(self, data: memoryview) -> Value:
@@ -241,7 +240,7 @@ class _Reader:
         return Value(name, tensor.integer(1), tuple(shape))
 
 
-# How a Constant spells its value, and the element type that this means; 0: that of a tensor.
+# The attributes that hold the value of a Constant, and their element types; 0: that of a tensor.
 _VALUE_TYPES: Final = {"value": 0, "value_float": 1, "value_floats": 1, "value_int": 7, "value_ints": 7}
 
 

@@ -1,1 +1,1 @@
-"""The studies: the cart-pole of the paper with its baselines, and what is made of them."""
+"""The studies: the cart-pole of the paper with its baselines, the token study, and the demo."""

@@ -64,7 +64,7 @@ def adaptation(settings: Settings, tuned: Mapping[str, Any], jobs: int | None, t
     """Every row over every trial: {row: {"samples": [...], "rmse": [trial][moment], ...}}."""
     every = rows(tuned)
     tasks = [(row.name, trial) for trial in range(settings.trials) for row in every]
-    # The slowest first, so that no process is left with them at the end.
+    # The slowest first, so that no process starts one of them last.
     tasks.sort(key=lambda task: task[0] not in ("paper", "retrain 10", "KBT"))
     done = parallel("adaptation", _adapt, [(name, trial, settings, tuned) for name, trial in tasks], jobs, tell)
     by_task = dict(zip(tasks, done, strict=True))
@@ -142,7 +142,8 @@ def computation_time(settings: Settings, tell: Tell) -> Result:
                 model.observe(force)
             repeats.append((time.process_time() - started) / len(states))
         out[f"KBT, trunk {backend}"] = {"seconds": float(np.median(repeats))}
-    warm_up = Retraining(pretrained(), memory=10, learning_rate=1e-3, epochs=1)  # what torch does once costs no method
+    # The start-up of torch is not charged to any method.
+    warm_up = Retraining(pretrained(), memory=10, learning_rate=1e-3, epochs=1)
     for state, force in zip(states[:10], forces[:10], strict=True):
         warm_up.observe(state, float(force))
     for method in METHODS:
@@ -151,7 +152,7 @@ def computation_time(settings: Settings, tell: Tell) -> Result:
         tell(f"computation time: {method.name}")
         learner = method.make(pretrained(), method.setting)
         memory = getattr(learner, "memory", 1)
-        count = max(1, settings.timed // memory) * memory  # memories filled to the brim, as the rest costs nothing yet
+        count = max(1, settings.timed // memory) * memory  # full memories only: nothing is trained before
         for state, force in zip(states[:count], forces[:count], strict=True):
             learner.observe(state, float(force))
         out[method.name] = {"seconds": learner.seconds / count}

@@ -54,7 +54,7 @@ __all__ = [
 
 Array = NDArray[np.float64]
 NETWORK_FILE: Final = Path(__file__).with_name("cartpole.npz")
-_EXACT = 1e-12  # N; below this a policy is the LQR itself, and its RMSE has no logarithm worth having
+_EXACT = 1e-12  # N; a policy with a smaller RMSE is the LQR itself, and scores as this
 
 
 class Learner(Protocol):
@@ -158,7 +158,7 @@ def linear_policies(model: DecisionTransformer, readouts: Sequence[Array]) -> Po
 
 
 class Frozen:
-    """The pre-trained network as it is."""
+    """The pre-trained network, unchanged."""
 
     def __init__(self, model: DecisionTransformer) -> None:
         self.policy = network_policy(copy.deepcopy(model).eval())
@@ -184,7 +184,7 @@ class Retraining:
     shuffled batches of ``batch``, from the weights that the previous retraining left. Between two retrainings the
     policy stays as it is. ``readout_only`` trains W_O alone, on rows h that are computed once.
 
-    The paper does not say how an epoch was cut. For the memories 50 and 100, batches of 25 gave a force RMSE 7 and 10 %
+    The paper does not give the batch size. For the memories 50 and 100, batches of 25 gave a force RMSE 7 and 10 %
     below that of one batch an epoch (each at its best learning rate), in two and four times as many steps.
     """
 

@@ -3,7 +3,7 @@
 A state is [x, v, θ, ω]: the cart's place (m) and speed (m/s), the pole's angle from the upright (rad) and its rate
 (rad/s). Arrays of states have the shape (..., 4), forces (N) the shape (...). A policy: states (N, 4) → forces (N,).
 
-What the study fixes was settled with the two LQRs alone, before any learner ran:
+The study's settings were fixed with the two LQRs alone, before any learner ran:
 
 ``START_BOX``
     Where trials start. Its shape is 1 m and 1 m/s at the cart and, over the 5 m of the new pole, at the pole's centre
@@ -257,6 +257,6 @@ def success_rates(plant: CartPole, policies: Policies, count: int, starts: Array
         standing &= np.abs(after[..., 2]) < 0.5 * math.pi  # false for NaN
         if t > periods - held:
             standing &= (np.abs(after[..., 0]) <= _BALANCED_X) & (np.abs(after[..., 2]) <= _BALANCED_THETA)
-        states = np.where(standing[..., None], after, 0.0)  # what has failed stays out of the way
+        states = np.where(standing[..., None], after, 0.0)  # failed trials are parked at zero
     rates: Array = standing.mean(axis=1)
     return rates

@@ -55,7 +55,7 @@ QUICK: Final = Settings(trials=1, samples=100, starts=20, unseen=200, iterations
 def pretrained() -> DecisionTransformer:
     import torch
 
-    torch.set_num_threads(1)  # the network is too small to share out, and trials already are
+    torch.set_num_threads(1)  # the network is too small for several threads, and trials already run in parallel
     return load_network()
 
 

@@ -1,4 +1,4 @@
-"""``kbt-edge demo``: the plant has changed, the policy falls over, fifty samples later it balances.
+"""``kbt-edge demo``: the plant has changed and the policy fails; after fifty samples it balances.
 
 Uses the shipped cart-pole bundle: a decision transformer trained on the LQR of the old plant. On the new plant, with a
 pole ten times as long and ten times as heavy, it fails from every start. The head then learns the new LQR's forces one
@@ -88,7 +88,7 @@ def _policy(model: Model) -> cartpole.Policy:
 def _look(
     model: Model, samples: int, gain: Array, unseen: Array, trial: cartpole.Rollout, seconds: list[float]
 ) -> dict[str, Any]:
-    """One row of the table: how far off on unseen states, how sure of itself there, and what the closed loop does."""
+    """One row of the table: error and uncertainty on unseen states, and success in the closed loop."""
     return {
         "samples": samples,
         "rmse": cartpole.force_rmse(_policy(model), gain, unseen),
@@ -104,7 +104,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 class _Scene(NamedTuple):
-    """A column of the picture: the closed loop, and what the model thought along the first trajectory."""
+    """A column of the picture: the closed loop, and the predictions along the first trajectory."""
 
     title: str
     trial: cartpole.Rollout

@@ -1,4 +1,4 @@
-"""The page that ``kbt-edge repro`` writes: one file, figures inside, nothing loaded from anywhere."""
+"""The page that ``kbt-edge repro`` writes: one self-contained file with its figures."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ PAGE: Final = """<!doctype html>
 
 <h1>A transformer policy meets a new plant</h1>
 <p class=lead>A small decision transformer was trained to imitate the LQR of a cart-pole. Then the pole became ten times
-as long and ten times as heavy. The network is frozen; only its last layer goes on learning, one sample at a time, by a
-closed-form Bayesian update. How fast does it recover, what does that cost, and does it know how sure it is? The paper's
-study of this question, run again, with its corrections and with what it left out.</p>
+as long and ten times as heavy. The network is frozen; only its last layer keeps learning, one sample at a time, by a
+closed-form Bayesian update. How fast does it recover, what does that cost, and is its uncertainty right? This is the
+paper's study, repeated, with corrections and additions.</p>
 
 <h2>What was found</h2>
 $claims
@@ -60,13 +60,13 @@ $success
 
 <h2>Computation time per sample</h2>
 <p>From a state and a force to an adapted policy, the frozen trunk included. Measured in this run, one method after the
-other, in one process, as time of the processor.</p>
+other, in one process, as processor time.</p>
 $time
 
 <h2>Force error and likelihood</h2>
 <p>Stabilising is a coarse measure. The force error on states that no method has seen tells more. And the likelihood of
-the right force under the predicted distribution tells whether the uncertainty is honest: it punishes a confident
-mistake as well as needless doubt. Networks that are retrained predict no variance.</p>
+the right force under the predicted distribution tells whether the uncertainty is honest: it penalises both
+overconfidence and needless doubt. Networks that are retrained predict no variance.</p>
 $error
 
 <h2>What each correction is worth</h2>
@@ -76,8 +76,8 @@ the negative log likelihood at the end, each the mean over the trials.</p>
 $ablation
 <p>The first row keeps only the diagonal of the cross-covariance at each ReLU, which contradicts the full covariances
 around it: $clipped eigenvalues of the weights' covariance became negative in a trial and had to be clipped. The last
-row is as accurate as KBT, and has to be: with one layer KBT is that regression. What it adds is the variance, the noise
-it learns, its place on a board, and hidden layers where a law is not linear in h.</p>
+row is as accurate as KBT, as it should be: with one layer KBT is that regression. KBT adds the variance, learned noise,
+and hidden layers for laws that are not linear in h.</p>
 
 <h2>Predicted variance</h2>
 <p>Samples now carry noise of variance Σ_data, and the head predicts each observation before it learns from it:

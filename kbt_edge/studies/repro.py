@@ -1,4 +1,4 @@
-"""``kbt-edge repro``: the paper's study again, with what it leaves out, as figures, JSON and one HTML report.
+"""``kbt-edge repro``: the paper's study, repeated and extended, as figures, JSON and one HTML report.
 
 Five experiments, each a function below that returns plain data:
 
@@ -10,10 +10,10 @@ Five experiments, each a function below that returns plain data:
 
 Trials are independent, and run through joblib: ``study(settings, jobs)`` uses processes on this machine; inside
 ``joblib.parallel_config(backend="dask")`` (or "ray", after ``ray.util.joblib.register_ray()``) and with ``jobs=None``
-it uses that cluster. Every trial draws from its own seed, so results do not depend on how they were shared out.
+it uses that cluster. Every trial draws from its own seed, so results do not depend on where it runs.
 
-What was chosen, was chosen on other streams than those of the trials (``baselines.CHOICE_SEEDS``): the learning rates
-of retraining, the ε of the paper's setting, and the variances of the row "tuned". The row "KBT" is a plain ``Head``.
+The learning rates of retraining, the ε of the paper's setting and the variances of the row "tuned" were chosen on other
+streams than those of the trials (``baselines.CHOICE_SEEDS``). The row "KBT" is a plain ``Head``.
 """
 
 from __future__ import annotations

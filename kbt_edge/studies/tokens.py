@@ -1,18 +1,18 @@
-"""A rule of writing changes, and a token model learns the new one from a stream of sequences.
+"""A spelling rule changes, and a token model learns the new one from a stream of sequences.
 
-The task is a transduction of words over twelve letters. A rule is a substitution table and a shift: a letter behind a
+The task is a transduction of words over twelve letters. A rule is a substitution table and a shift: a letter after a
 vowel is first moved ``shift`` places along the alphabet, then every letter is replaced by the table. The bundle
-"tokens" holds an encoder-decoder that was pre-trained on the rule ``OLD`` (tools/pretrain_tokens.py) and knows it by
-heart. Then the rule changes: a new table, in which no letter keeps its meaning, and the shift goes the other way. It is
+"tokens" holds an encoder-decoder that was pre-trained on the rule ``OLD`` (tools/pretrain_tokens.py) and is nearly
+always right. Then the rule changes: a new table, in which no letter keeps its meaning, and the opposite shift. It is
 not enough to rename the outputs. The old rule needed the sum of letter and shift, the new one needs the difference, so
-it can be learned only as far as the frozen h knows the two apart.
+it can be learned only as far as the frozen h distinguishes the two.
 
 What is compared, on words that no method has learned from:
 
     frozen         the pre-trained model
     kbt            the head of the bundle, one layer; one joint update per pair (method.md §6), memory of one pair
     kbt, 2 layers  the same with a hidden layer of 2 d neurons
-    Adam, last N   the readout retrained on the last N pairs, from where it stands
+    Adam, last N   the readout retrained on the last N pairs, warm-started
     Adam, all      the readout retrained on every pair so far: the reference, which needs all the memory
 
 Prior variances were chosen by the prequential log likelihood, which a device can know: the probability given to each
@@ -153,11 +153,11 @@ class Kbt:
         self.step_seconds.append(time.perf_counter() - started)
 
     def finish(self) -> None:
-        """Nothing is left to learn."""
+        """Nothing to do: every pair was learned at once."""
 
 
 class Adam:
-    """Softmax regression on h, from the readout as it stands: ``steps`` steps of Adam over the whole memory.
+    """Softmax regression on h, warm-started: ``steps`` steps of Adam over the whole memory.
 
     memory   how many of the latest pairs are kept; None keeps all
     every    retrain after so many pairs; None: only when ``finish`` is called
@@ -259,15 +259,15 @@ class Score(NamedTuple):
     """On unseen words: shares from 0 to 1, and the mean log probability of a token."""
 
     token: float  # next tokens that are right, given the right ones before
-    answer: float  # whole answers that are right when the model goes by its own tokens
-    confidence: float  # mean probability of the token that it takes; for an honest model the same as ``token``
+    answer: float  # whole answers that are right when the model continues its own tokens
+    confidence: float  # mean probability of the token that it takes; for a calibrated model the same as ``token``
     log_likelihood: float
 
 
 def evaluate(head: Head, unseen: Sequence[Pair], rows: Sequence[Float32]) -> Score:
     """``rows`` are the ``hidden_rows`` of ``unseen``.
 
-    A greedy answer is right if and only if each token is the most probable one behind the right ones before it, so
+    A greedy answer is right if and only if each token is the most probable one after the right ones before it, so
     nothing has to be decoded.
     """
     right: list[float] = []

@@ -1,23 +1,24 @@
 """Trunk → C → shared library: how ``Trunk(backend="compiled")`` gets its code, once per model and machine.
 
     ONNX bytes ── emx-onnx-cgen ──> C ── local compiler ──> trunk.so ── cache folder ──> cffi
-                                      └─ with sanitizers ──> a first run in a process that may die
+                                      └─ with sanitizers ──> a first run in a child process
 
-The generator writes plain C for fixed shapes, without heap: all intermediate values lie on the stack, so the library
-has no state and every thread may run it. Around it we add one function, ``kbt_trunk_run``, that checks every input
-value before the network runs and every output value before it is handed over.
+The generator writes plain C for fixed shapes, without heap: all intermediate values are on the stack, so the library
+has no state and any thread may run it. We add one function, ``kbt_trunk_run``, that checks every input value before the
+network runs and every output value before it is returned.
 
 A trunk may come from an untrusted source, and this file turns it into machine code. These rules make that safe:
 
 - No text of the ONNX file reaches the C file, and no shape between its inputs and its output is taken from it
   (``_generate.py``).
-- Only operators are compiled whose addresses do not depend on data. The one exception, Gather, gets its index limited.
+- Only operators whose addresses do not depend on data are compiled. The one exception is Gather, whose index is
+  clamped.
 - The generated C is not trusted to stay within its arrays. Every new trunk is first built with the address and the
   undefined behaviour sanitizer and run in a child process. As no address depends on data, one clean run covers
   all of them.
 - Integers wrap around where they overflow.
 
-What cannot be compiled is remembered in the cache with the reason, so that it costs its seconds once.
+If a trunk cannot be compiled, the cache keeps the reason, so that the attempt is made only once.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ __all__ = ["compile_c", "find_compiler", "library", "try_out"]
 RECIPE: Final = 3  # part of every cache key: raise it when this file changes what it builds from the same model
 
 # -O3 without -march=native, -ffast-math or contraction: sums keep the order of the source, products are rounded before
-# they are added, and the library means the same on every machine of this architecture (up to its libm's expf and
-# erff). The price is that sums are not vectorised, which is why onnxruntime wins on large trunks.
+# they are added, and the library computes the same on every machine of this architecture (up to its libm's expf and
+# erff). So sums are not vectorised, and onnxruntime is faster for large trunks.
 LANGUAGE: Final = ("-std=gnu11", "-ffp-contract=off", "-fwrapv")
 FLAGS: Final = (*LANGUAGE, "-O3", "-fPIC", "-shared", "-fvisibility=hidden")
 # Our signature and the generator's must agree, and a thread's stack is 8 MiB at best.
@@ -71,8 +72,8 @@ def library(
     """The library for the ONNX file ``data``: from the cache, or built, passed to ``check``, and put there.
 
     ``check`` runs a fresh library and returns its findings for the record, or raises. The cache key is the SHA-256 of
-    model, recipe, machine, generator, compiler and flags. On a board that has no generator or no compiler that key
-    cannot be known, and the newest library in the cache that was built for this model, recipe and machine is used.
+    model, recipe, machine, generator, compiler and flags. On a board without generator or compiler that key is
+    unknown, and the newest library in the cache for this model, recipe and machine is used.
     """
     if os.name != "posix":
         raise BackendError(f"a compiled trunk needs Linux or another POSIX system, this is {sys.platform}")
@@ -120,7 +121,7 @@ def library(
 
 
 def _templates(cache: Path) -> Path:
-    """Where the generator keeps its templates as it has read them; it takes seconds without."""
+    """Where the generator caches its compiled templates, which saves seconds."""
     folder = cache / ".templates"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
@@ -131,7 +132,7 @@ def _machine() -> str:
 
 
 def try_out(source: str, inputs: Sequence[CArray], output: CArray, command: Sequence[str]) -> None:
-    """Run ``source`` once with sanitizers, in a process that may die, and reject it if they find anything."""
+    """Run ``source`` once with sanitizers in a child process, and reject it if they find anything."""
     with tempfile.TemporaryDirectory(prefix="kbt-trial-") as folder:
         trial = Path(folder) / "trial"
         try:
@@ -185,7 +186,7 @@ def compile_c(command: Sequence[str], source: str, target: Path) -> None:
 
 
 def _check_sanitizers(command: Sequence[str], folder: Path) -> None:
-    """Whether this compiler has them at all."""
+    """Check that this compiler has sanitizers."""
     try:
         compile_c([*command, *SANITIZE], "int main(void) { return 0; }\n", folder / "empty")
     except UnfitError as error:
@@ -196,4 +197,4 @@ def _check_sanitizers(command: Sequence[str], folder: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "LC_ALL": "C"}  # so that messages can be recognised
+    return {**os.environ, "LC_ALL": "C"}  # messages in English, so that they can be recognised

@@ -1,7 +1,7 @@
 """The cache of compiled trunks.
 
-<cache>/<SHA-256 of the model>/<key>/ holds trunk.so and build.json, and is put there by one rename. Instead of the
-library there may be failed.json, which says why it could not be built.
+<cache>/<SHA-256 of the model>/<key>/ holds trunk.so and build.json, or failed.json, which says why there is no
+library. The folder is put in place by one rename.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Build", "default_cache_dir", "newest", "open_entry", "private", "pub
 
 @dataclass(frozen=True)
 class Build:
-    """A library in the cache, and what its ``build.json`` says of how it was made and checked."""
+    """A library in the cache, and its ``build.json``, which says how it was built and checked."""
 
     path: Path
     record: Mapping[str, Any]
@@ -87,12 +87,12 @@ def remembered(entry: Path, about: Mapping[str, str]) -> str | None:
 def remember(fresh: Path, entry: Path, about: Mapping[str, Any]) -> None:
     (fresh / "trunk.so").unlink(missing_ok=True)
     (fresh / "failed.json").write_text(json.dumps(about, indent=1, sort_keys=True) + "\n", encoding="ascii")
-    with contextlib.suppress(OSError):  # it is there already, from another builder
+    with contextlib.suppress(OSError):  # another builder was faster
         os.replace(fresh, entry)
 
 
 def publish(fresh: Path, entry: Path, about: Mapping[str, Any]) -> None:
-    """Move the finished folder to its place. Of builders racing for it one wins; their libraries are equal."""
+    """Move the finished folder to its place. If several builders race, one wins; their libraries are equal."""
     content = (fresh / "trunk.so").read_bytes()
     record = {**about, "sha256": hashlib.sha256(content).hexdigest()}
     (fresh / "build.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="ascii")
@@ -105,7 +105,7 @@ def publish(fresh: Path, entry: Path, about: Mapping[str, Any]) -> None:
     try:
         os.replace(fresh, entry)
     except OSError:
-        # Something is there already: the work of another builder, or a damaged entry, which has to make room.
+        # The entry exists: from another builder, or damaged and to be replaced.
         if open_entry(entry, {}) is None:
             os.replace(entry, fresh.parent / "damaged")
             os.replace(fresh, entry)

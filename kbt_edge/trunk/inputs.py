@@ -1,4 +1,4 @@
-"""What a trunk's file declares: its inputs and its output, and the buffers that hold them."""
+"""The inputs and the output that a trunk's file declares, and their buffers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_ELEMENTS: Final = 2**22  # of one input or output: a file of a few bytes can
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A named input. For integer inputs ``limit`` is the number of valid ids 0 … limit-1, where the file tells."""
+    """A named input. For integer inputs ``limit`` is the number of valid ids 0 … limit-1, if the file determines it."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,14 +69,14 @@ def _static_shape(kind: str, value: Value) -> tuple[int, ...]:
 
 
 class Slot:
-    """The buffer of one input and what may be copied into it."""
+    """The buffer of one input, and the checks of what is copied into it."""
 
     def __init__(self, spec: TensorSpec) -> None:
         self.spec = spec
         self.buffer: npt.NDArray[Any] = np.zeros(spec.shape, spec.dtype)
         leading_ones = next((axis for axis, length in enumerate(spec.shape) if length != 1), len(spec.shape) - 1)
         self._shapes = {spec.shape[axis:] for axis in range(leading_ones + 1)}
-        # float64 states become float32; ids never lose a bit; a truth value is neither.
+        # float64 becomes float32, ids are converted without loss, booleans are rejected.
         casting: Literal["same_kind", "safe"] = "same_kind" if spec.dtype == "float32" else "safe"
         self._types = {np.dtype(kind).type for kind in "bBhHiIlLqQefdg" if np.can_cast(kind, spec.dtype, casting)}
 
@@ -90,13 +90,13 @@ class Slot:
         if array.shape not in self._shapes:
             raise ShapeError(f"trunk input {self.spec.name!r}: expected shape {self.spec.shape}, got {array.shape}")
         if array.dtype.itemsize > self.buffer.dtype.itemsize:
-            with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is rejected by name
+            with np.errstate(over="ignore"):  # numbers too large for float32 become infinite, and are rejected by name
                 self.buffer[...] = array
         else:
             self.buffer[...] = array
 
     def rejection(self) -> KbtError | None:
-        """The error for the first value that this input cannot take; the compiled library judges alike."""
+        """The error for the first invalid value, by the rules of the compiled library."""
         buffer, limit = self.buffer, self.spec.limit
         if self.spec.dtype == "float32":
             good, expected = np.isfinite(buffer), "finite values"

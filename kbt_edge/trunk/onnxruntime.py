@@ -17,7 +17,7 @@ from kbt_edge.trunk.inputs import Float32, Slot
 
 __all__ = ["NOT_AVAILABLE_FOR", "Onnxruntime"]
 
-MAX_RUN_MEMORY: Final = 2**30  # of all trunks together: a small file can ask for any amount
+MAX_RUN_MEMORY: Final = 2**30  # of all trunks together, because a small file can ask for any amount
 FIRST_RUN_SECONDS: Final = 60
 NOT_AVAILABLE_FOR: Final = ("armv7l", "armv6l")  # 32-bit ARM, for which no wheels are published
 
@@ -50,7 +50,7 @@ class Onnxruntime:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
         options.log_severity_level = 4  # errors are raised; nothing is logged to the terminal
         # Load the bytes in the format that was checked, and in bounded memory. Constants are not folded before the
-        # first run: those of a file of a few bytes can fill any memory.
+        # first run, because a few bytes of a file can expand to fill any memory.
         options.add_session_config_entry("session.load_model_format", "ONNX")
         if _bounded_arena(ort):
             options.add_session_config_entry("session.use_env_allocators", "1")
@@ -62,17 +62,17 @@ class Onnxruntime:
         except Exception as error:  # onnxruntime has a dozen exception types for a file it cannot run
             raise BundleError(f"onnxruntime cannot load this trunk: {error}") from error
         self._slots, self._h = slots, h
-        # A rejected output must not reach h, so the network writes beside it.
+        # A rejected output must not reach h, so the network writes to another buffer.
         self._output: Float32 = np.zeros(output_shape, np.float32)
         self._rows: Float32 = self._output.reshape(h.shape)
         self._binding.bind_output(output_name, "cpu", 0, np.float32, output_shape, self._output.ctypes.data)
         self._bind_inputs()
-        # On the CPU a bound input is read in place; for another device binding is what copies it there.
+        # On the CPU a bound input is read in place. For another device, binding copies it there.
         self._bind_every_time = any(provider != "CPUExecutionProvider" for provider in names)
         self._run_once(ort.RunOptions())
 
     def _run_once(self, options: Any) -> None:
-        """The first run, which is ended if it takes too long. Without loops no other takes much longer."""
+        """The first run, with a time limit. Without loops, later runs do not take much longer."""
         timer = threading.Timer(FIRST_RUN_SECONDS, setattr, (options, "terminate", True))
         timer.daemon = True
         timer.start()
@@ -107,17 +107,17 @@ class Onnxruntime:
 
 @functools.cache
 def _bounded_arena(ort: Any) -> bool:
-    """Give the trunks of this process one limited arena. False where this onnxruntime has none to give."""
+    """One limited arena for all trunks of this process. False if this version of onnxruntime does not support it."""
     try:
         place = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
         ort.create_and_register_allocator(place, ort.OrtArenaCfg({"max_mem": MAX_RUN_MEMORY}))
-    except Exception:  # of the types of onnxruntime; without the limit everything works as well
+    except Exception:  # one of onnxruntime's exceptions; everything works without the limit
         return False
     return True
 
 
 def _import() -> Any:
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # its threads would use the network from within a control loop
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # telemetry would use the network from within a control loop
     try:
         return importlib.import_module("onnxruntime")
     except ImportError as error:

@@ -3,10 +3,10 @@
     trunk = Trunk("trunk.onnx")
     h = trunk(x)                # (rows, d) float32
 
-Two ways to run the same file. ``compiled``: C for exactly this network, made once on this machine and cached
-(``build.py``); the fast way for the small trunks of control loops, and it never touches the heap. ``onnxruntime``:
-any operator, any provider, large trunks. ``auto`` compiles where it can, unless onnxruntime was clearly faster when it
-did so, and says why in ``backend_reason``.
+Two backends run the same file. ``compiled``: C for exactly this network, built once on this machine and cached
+(``build.py``); the fastest for the small trunks of control loops, without heap. ``onnxruntime``: any operator, any
+provider, large trunks. ``auto`` compiles if possible, unless onnxruntime was clearly faster in a comparison at build
+time; ``backend_reason`` says why.
 
 The constructor checks the file, fixes all shapes and runs the trunk once. Each call checks its input and its output, so
 h is always finite.
@@ -48,7 +48,7 @@ __all__ = ["Backend", "Trunk"]
 Backend = Literal["auto", "compiled", "onnxruntime"]
 
 AGREEMENT: Final = 1e-4  # of a fresh library with onnxruntime, relative to the largest output; rounding stays far below
-CLEARLY: Final = 1.5  # how much faster onnxruntime must have been for ``auto`` to choose it
+CLEARLY: Final = 1.5  # times faster that onnxruntime must be for ``auto`` to choose it
 
 _C_TYPES: Final = {"float32": "float", "int64": "int64_t"}
 
@@ -104,8 +104,10 @@ class Trunk:
         return self._h.copy() if copy else self._h
 
     def pipeline_ends(self) -> tuple[int, Float32, Float32] | None:
-        """What the core needs to run a trunk of one float32 input by itself: the address of its C function (0 without
-        one), its input buffer and h. They live as long as this object. None for other trunks."""
+        """For a trunk of one float32 input: the address of its C function (0 if it has none), its input buffer and h.
+
+        The core runs the trunk with these. They live as long as this object. None for other trunks.
+        """
         if len(self._slots) != 1 or self._inputs[0].dtype != "float32":
             return None
         address = self._runner.address() if isinstance(self._runner, Compiled) else 0
@@ -188,9 +190,9 @@ class Trunk:
         return Onnxruntime(data, providers, self._slots, self._output_name, self._output_shape, self._h)
 
     def _warm_up(self) -> None:
-        """Run twice, so that memory is allocated and touched now and not in the first step of a control loop."""
+        """Run twice, so that memory is allocated before the first step of a control loop."""
         statuses = []
-        for value in (0, 1):  # a sound network may divide by zero on one of them, only a damaged one fails on both
+        for value in (0, 1):  # a valid network may divide by zero in one of them; only a damaged one fails in both
             for slot in self._slots:
                 slot.buffer.fill(value if slot.spec.limit != 1 else 0)
             statuses.append(self._runner.run())
@@ -199,9 +201,9 @@ class Trunk:
         self._h.fill(0.0)
 
     def _compare_with_onnxruntime(self, data: bytes, path: Path) -> dict[str, Any]:
-        """Run a freshly built library beside onnxruntime, where that is installed, and reject it if they disagree.
+        """Compare a freshly built library with onnxruntime, if installed, and reject it if they disagree.
 
-        The times go on record too: sums in a fixed order are not vectorised, so large trunks run faster there.
+        The times are recorded too: sums in a fixed order are not vectorised, so onnxruntime is faster for large trunks.
         """
         try:
             reference = self._run_onnxruntime(data, None)
@@ -225,7 +227,7 @@ class Trunk:
                 h[runner.name] = self._h.copy() if status == 0 else np.full_like(self._h, np.nan)
             expected = h[reference.name]
             if not np.isfinite(expected).all():
-                continue  # not an input that this trunk can take
+                continue  # not a valid input of this trunk
             difference = float(np.abs(h[compiled.name] - expected).max()) / max(float(np.abs(expected).max()), 1e-30)
             if not difference <= AGREEMENT:
                 raise UnfitError(f"the compiled trunk differs from onnxruntime by {difference:.1e} of its output")

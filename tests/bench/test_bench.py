@@ -237,7 +237,7 @@ def test_stops_are_counted_by_the_second(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (told["per_second"], told["p50"], told["max"]) == (100, 8000, 3e6)  # 50 in half a second
     assert told["share"] == pytest.approx((3e6 + 49 * 8000) / 5e8)
     assert tables.stops_text(told) == (
-        "a busy loop was stopped 100 times a second for 2.00 µs or more: 8.00 µs as a rule, 3.00 ms at most, "
+        "a busy loop was stopped 100 times a second for 2.00 µs or more: 8.00 µs typically, 3.00 ms at most, "
         "0.7 % of the time"
     )
     monkeypatch.setattr(Stopped, "stamps", np.zeros(0, np.uint64))

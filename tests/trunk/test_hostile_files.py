@@ -83,9 +83,9 @@ EXTERNAL = field(13, field(1, "location") + field(2, "../../../etc/passwd"))
 ONNX: dict[str, tuple[bytes, str]] = {
     "a cycle": (
         onnx_file(node("Add", ["x", "b"], "a"), node("Add", ["a", "x"], "b"), node("MatMul", ["b", "w"], "h")),
-        "Add reads 'b', which is made nowhere before it",
+        "Add reads 'b', which is not defined before it",
     ),
-    "a node that reads itself": (onnx_file(node("Add", ["h", "x"], "h")), "reads 'h', which is made nowhere"),
+    "a node that reads itself": (onnx_file(node("Add", ["h", "x"], "h")), "reads 'h', which is not defined"),
     "a missing initialiser": (onnx_file(node("MatMul", ["x", "w"], "h"), initialisers=()), "MatMul reads 'w'"),
     "an input that does not exist": (onnx_file(node("MatMul", ["y", "w"], "h")), "MatMul reads 'y'"),
     "an output that nothing makes": (
@@ -183,7 +183,7 @@ ONNX: dict[str, tuple[bytes, str]] = {
     ),
     "division of a value of unknown type": (
         onnx_file(node("ArgMax", ["x"], "i"), node("Div", ["i", "i"], "q"), node("MatMul", ["x", "w"], "h")),
-        "Div of integers, or of values whose type is not known",
+        "Div of integers, or of values of unknown type",
     ),
     "an array as long as an input says": (
         onnx_file(node("Expand", ["w", "i"], "e"), node("MatMul", ["x", "w"], "h"), inputs=(X, IDS)),

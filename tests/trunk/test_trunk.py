@@ -431,7 +431,7 @@ def computed_shape() -> Any:
 
 UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
     "operator": (lambda: mlp(operator="Hardmax"), "Hardmax"),
-    "computed table": (led_by_data, "Gather that is led by a computed tensor"),
+    "computed table": (led_by_data, "Gather with a computed shape, axis or index"),
     "computed shape": (computed_shape, "Shape"),
 }
 
