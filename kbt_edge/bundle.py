@@ -238,7 +238,7 @@ def _must_be_the_same(folder: Path, described: dict[str, Any]) -> None:
 
 def _read_json(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
-        raise BundleError(f"{folder}: no such folder; expected that of a bundle")
+        raise BundleError(f"{folder}: expected the folder of a bundle; there is no such folder")
     path = folder / JSON
     if not path.exists():
         raise BundleError(f"{folder}: {JSON} is missing: not a bundle, or a first save that was interrupted")

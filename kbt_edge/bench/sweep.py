@@ -1,8 +1,8 @@
 """How time and memory grow with the size of a head: ``--sweep d,hidden,outputs,rows,structure,dtype``.
 
 Sizes (d, hidden, outputs, rows) vary one at a time around ``BASE``; structure and dtype multiply the curves. Each point
-is a head run in C on random rows: predict + observe. The exponent is that of time against the number of stored covariance
-factors, all of which an update touches (for outputs and rows: against their number).
+is a head run in C on random rows: predict + observe. The exponent is that of time against the number of stored
+covariance factors, all of which an update touches (for outputs and rows: against their number).
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ SIZES: Final = {
     "rows": (1, 2, 4, 8, 16),
 }
 AXES: Final = (*SIZES, "structure", "dtype")
-MAX_BYTES: Final = (
-    256 * 2**20
-)  # of a head in a sweep; `full` grows with the fourth power of d and would pass any memory
+MAX_BYTES: Final = 256 * 2**20  # of a head in a sweep: `full` grows with the fourth power of d
 _SAMPLES: Final = 64
 SECONDS: Final = 0.25  # for each point, and not fewer than _LEAST readings
 _LEAST, _MOST = 15, 2000

@@ -103,7 +103,7 @@ def test_inspect_writes_a_table_for_people(folder: Path, capsys: pytest.CaptureF
 def test_an_error_is_one_line_and_code_1(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "inspect", str(tmp_path / "nothing"))
     assert (code, out) == (1, "")
-    assert err == f"kbt-edge: {tmp_path / 'nothing'}: no such folder; expected that of a bundle\n"
+    assert err == f"kbt-edge: {tmp_path / 'nothing'}: expected the folder of a bundle; there is no such folder\n"
     (folder / "trunk.onnx").write_bytes(b"damaged")
     code, out, err = call(capsys, "inspect", str(folder), "--json")
     assert (code, out) == (1, "")

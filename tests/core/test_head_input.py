@@ -216,9 +216,8 @@ def test_a_gaussian_head_learns_no_labels() -> None:
 
 def test_observe_needs_a_prediction_of_its_own() -> None:
     head = make()
-    rejected(
-        RangeError, "observe", lambda: head.observe(Y), head, "call predict first"
-    )  # the update before has spent its forward pass
+    # The update before has used its forward pass.
+    rejected(RangeError, "observe", lambda: head.observe(Y), head, "call predict first")
     head.predict(H)
     head.observe(Y)
     rejected(RangeError, "observe", lambda: head.observe(Y), head, "call predict first")

@@ -90,7 +90,7 @@ ONNX: dict[str, tuple[bytes, str]] = {
     "an input that does not exist": (onnx_file(node("MatMul", ["y", "w"], "h")), "MatMul reads 'y'"),
     "an output that nothing makes": (
         onnx_file(node("MatMul", ["x", "w"], "a")),
-        "the output 'h' of a graph is made by",
+        "the output 'h' of a graph is not computed by",
     ),
     "an output made twice": (
         onnx_file(*2 * [node("MatMul", ["x", "w"], "h")]),
