@@ -106,7 +106,7 @@ def test_a_board_that_cannot_run_a_trunk_is_told_what_to_install(
     assert found["C compiler"].do == "sudo apt install gcc libc6-dev"
     assert "kbt-edge[codegen]" in found["C generator"].do
     on_armv7l = by_name(list(examine_package(Board(tmp_path, no_tool, "armv7l"), probe)))
-    assert not on_armv7l["onnxruntime"].do  # nobody can install what does not exist
+    assert not on_armv7l["onnxruntime"].do  # it cannot be installed there
 
     monkeypatch.setattr(doctor, "Probe", lambda: probe)
     code, out, err = call(capsys, "doctor")

@@ -19,7 +19,11 @@ GAUSSIAN = [
     for d_o in (1, 2)
 ]
 SOFTMAX = [dict(output="softmax", rule="fuse", noise=noise, d_o=3) for noise in ("constant", "multinomial")]
-HIDDEN: dict[int, tuple[int, ...]] = {1: (), 2: (9,), 3: (6, 8)}  # 6 and 9: alone and abreast, with and without spares
+HIDDEN: dict[int, tuple[int, ...]] = {
+    1: (),
+    2: (9,),
+    3: (6, 8),
+}  # 6 and 9: below and above the vector width, with and without spares
 
 GRID = [
     dict(kind, covariance=covariance, layers=layers, rows=rows, order=order)
@@ -141,7 +145,7 @@ def test_a_noise_matrix_and_noise_per_call_equal_reference(covariance: str, laye
         np.testing.assert_allclose(layer.mean, other.mean, rtol=0, atol=1e-9 * np.abs(other.mean).max())
 
 
-@pytest.mark.parametrize("neurons", [3, 9], ids=["alone", "abreast"])
+@pytest.mark.parametrize("neurons", [3, 9], ids=["one by one", "interleaved"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 1, 2), (2, 0, 1)], ids=str)
 def test_a_unit_that_is_dead_in_one_row_and_alive_in_another_equals_reference(
     neurons: int, order: tuple[int, ...]

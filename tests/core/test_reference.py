@@ -11,6 +11,7 @@ import mpmath  # type: ignore[import-untyped]
 import numpy as np
 import numpy.typing as npt
 import pytest
+from grid import one_fast
 
 from kbt_edge.errors import KbtError, NumericsError, RangeError, ShapeError
 from kbt_edge.reference import (
@@ -355,7 +356,7 @@ def test_replace_takes_over_target_and_variance_in_a_single_step() -> None:
     np.testing.assert_allclose(p.cov, np.diag([0.1, 1.0, 10.0]), atol=1e-7)
 
 
-@pytest.mark.parametrize("wrong_by", [50.0, 1 / 50])
+@pytest.mark.parametrize("wrong_by", one_fast([50.0, 1 / 50]))
 def test_adaptive_noise_finds_the_variance_of_the_noise(wrong_by: float) -> None:
     true = np.array([0.5, 0.02])
     for seed in range(3):

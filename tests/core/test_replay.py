@@ -1,4 +1,4 @@
-"""Flight logs: whatever a head was given replays to the same bits, here and on other machines, and nobody is fooled."""
+"""Flight logs: every call replays to the same bits, here and on other machines, and damaged logs are rejected."""
 
 from __future__ import annotations
 

@@ -88,13 +88,20 @@ def logdet(layer: LayerState) -> float:
     return float(np.log(layer.D).sum())  # U has determinant 1
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Found]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(20, id="50,000 updates"),
+        pytest.param(1, id="a million updates", marks=pytest.mark.slow("runs for a minute")),
+    ],
+)
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Found]:
     driver = build(tmp_path_factory.mktemp("stability"))
     if driver is None:
         pytest.skip("no C compiler")
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(CASES, pool.map(lambda case: simulate(driver, *case), CASES), strict=True))
+        found = pool.map(lambda case: simulate(driver, *case[:4], case[4] // request.param), CASES)
+        return dict(zip(CASES, found, strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:4])))

@@ -68,7 +68,7 @@ class Flash:
         self.slots = [np.full(1024, 0xFF, np.uint8) for _ in range(2)]
         self.erase_fails = False
         self.writes_left = 10**6  # until one fails
-        self.stuck = False  # a bit that cannot be written, and nobody says so
+        self.stuck = False  # a bit that silently cannot be written
         self._erase = ffi.callback("int(void *, int)", self.erase)
         self._write = ffi.callback("int(void *, int, uint32_t, const void *, uint32_t)", self.write)
         self.store = ffi.new("kbt_store *", {"slot_bytes": slot_bytes, "erase": self._erase, "write": self._write})

@@ -47,7 +47,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t *data, std::size_t size
     REQUIRE(kbt_set_prior(head, weight, nullptr, 0) == KBT_OK);
     REQUIRE(kbt_store_save(&store, head) == KBT_STORE_OK);
   }
-  while (!in.empty()) {  // what a fault, or somebody, has changed since
+  while (!in.empty()) {  // changed by a fault in the meantime
     const std::size_t at = in.raw<std::uint16_t>() % sizeof slots;
     (&slots[0][0])[at] = in.byte();
   }

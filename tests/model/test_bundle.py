@@ -412,7 +412,7 @@ def test_the_folder_itself_may_be_a_link_and_so_may_a_file_within(folder: Path, 
 @pytest.mark.parametrize("name", FILES)
 def test_only_regular_files_are_opened(folder: Path, name: str) -> None:
     (folder / name).unlink()
-    os.mkfifo(folder / name)  # opening it would wait for ever
+    os.mkfifo(folder / name)  # opening it would block
     with pytest.raises(BundleError, match="not a regular file"):
         bundles.read(folder)
     (folder / name).unlink()

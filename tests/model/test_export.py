@@ -218,7 +218,7 @@ class Conv1D(torch.nn.Module):  # type: ignore[misc, name-defined]
 
 
 class Renamed(Conv1D):
-    """The same under a name that nobody knows."""
+    """The same under an unknown name."""
 
 
 class Squashed(torch.nn.Linear):  # type: ignore[misc, name-defined]

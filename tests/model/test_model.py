@@ -196,7 +196,7 @@ def test_without_scaling_the_head_answers_itself() -> None:
     p, q = model.predict(X), make_head().predict(model.trunk(X)[0])
     for got, want in zip(p, q, strict=True):
         np.testing.assert_array_equal(got, want)
-    assert p.mean.dtype == np.float64  # a model speaks in physical units, and an offset needs the digits
+    assert p.mean.dtype == np.float64  # results are in physical units, and an offset needs the digits
 
 
 # The verbs.
@@ -527,7 +527,7 @@ def test_arguments_that_use_the_model_while_they_are_converted_are_learned_as_gi
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_prediction_is_observed_by_whoever_made_it(way: str, cache: Path) -> None:
+def test_a_prediction_is_observed_by_the_object_that_made_it(way: str, cache: Path) -> None:
     model = by_way(way, cache)
     before = model.head.to_bytes()
     model.predict(*given(way, X))

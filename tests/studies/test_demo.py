@@ -17,6 +17,7 @@ pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("scipy", reason="scipy is not installed")
 
 
+@pytest.mark.slow("runs the demo twice")
 def test_twenty_samples_turn_a_policy_that_always_falls_into_one_that_never_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

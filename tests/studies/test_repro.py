@@ -165,6 +165,7 @@ def test_a_study_has_every_row_and_finds_kbt_ahead(result: dict[str, Any]) -> No
     assert result["computation_time"]["retrain 10"]["seconds"] > 1e-4
 
 
+@pytest.mark.slow("runs a study")
 def test_a_claim_is_met_only_by_its_figures(result: dict[str, Any]) -> None:
     def met(change: Callable[[dict[str, Any]], None], index: int) -> bool:
         changed = copy.deepcopy(result)
@@ -191,6 +192,7 @@ def test_a_claim_is_met_only_by_its_figures(result: dict[str, Any]) -> None:
     assert not met(tuning_hurts, 7)
 
 
+@pytest.mark.slow("runs a study")
 def test_the_report_is_one_file_with_all_its_figures(result: dict[str, Any], tmp_path: Path) -> None:
     drawn = figures.draw_all(result, tmp_path)
     assert set(drawn) == {"success", "time", "variance", "error", "calibration"}
@@ -204,6 +206,7 @@ def test_the_report_is_one_file_with_all_its_figures(result: dict[str, Any], tmp
     assert all(html.escape(claim["found"]) in page for claim in result["claims"])
 
 
+@pytest.mark.slow("runs a study")
 def test_the_command_writes_data_figures_and_report(
     result: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
