@@ -11,7 +11,7 @@ namespace {
 class Loop {
  public:
   Loop(const Loop &) = delete;  // step_ points here
-  // x: (samples, …) doubles in physical units, as many a sample as the trunk's input has; y: (samples, rows * outputs).
+  // x: (samples, input size) doubles in physical units; y: (samples, rows * outputs).
   Loop(Policy &policy, py::array_t<double, py::array::c_style> x, py::array_t<double, py::array::c_style> y)
       : policy_(&policy), step_{this, policy_trunk, policy_predict, policy_observe} {
     if (!policy.runs_alone()) throw py::value_error("policy: expected one with a compiled trunk of one real input");

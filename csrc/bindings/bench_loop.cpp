@@ -40,39 +40,40 @@ bool has_counter() {
 // The control word of the floating-point unit, and its bits that flush denormal numbers to zero.
 namespace {
 #if defined(__x86_64__)
-constexpr unsigned int kFlush = 0x8040;  // FTZ and DAZ
-unsigned int control_word() {
+using Word = unsigned int;
+constexpr Word kFlush = 0x8040;  // FTZ and DAZ
+Word control_word() {
   return _mm_getcsr();
 }
-void set_control_word(unsigned int word) {
+void set_control_word(Word word) {
   _mm_setcsr(word);
 }
-#elif defined(__aarch64__)
-constexpr std::uint64_t kFlush = 1u << 24;
-std::uint64_t control_word() {
-  std::uint64_t word = 0;
-  asm volatile("mrs %0, fpcr" : "=r"(word));
+#elif defined(__aarch64__) || (defined(__arm__) && defined(__ARM_FP))
+#if defined(__aarch64__)
+using Word = std::uint64_t;
+#define KBT_READ_CONTROL_WORD "mrs %0, fpcr"
+#define KBT_WRITE_CONTROL_WORD "msr fpcr, %0"
+#else
+using Word = std::uint32_t;
+#define KBT_READ_CONTROL_WORD "vmrs %0, fpscr"
+#define KBT_WRITE_CONTROL_WORD "vmsr fpscr, %0"
+#endif
+constexpr Word kFlush = Word{1} << 24;
+Word control_word() {
+  Word word = 0;
+  asm volatile(KBT_READ_CONTROL_WORD : "=r"(word));
   return word;
 }
-void set_control_word(std::uint64_t word) {
-  asm volatile("msr fpcr, %0" : : "r"(word));
-}
-#elif defined(__arm__) && defined(__ARM_FP)
-constexpr std::uint32_t kFlush = 1u << 24;
-std::uint32_t control_word() {
-  std::uint32_t word = 0;
-  asm volatile("vmrs %0, fpscr" : "=r"(word));
-  return word;
-}
-void set_control_word(std::uint32_t word) {
-  asm volatile("vmsr fpscr, %0" : : "r"(word));
+void set_control_word(Word word) {
+  asm volatile(KBT_WRITE_CONTROL_WORD : : "r"(word));
 }
 #else
-constexpr unsigned int kFlush = 0;  // no such mode
-unsigned int control_word() {
+using Word = unsigned int;
+constexpr Word kFlush = 0;  // no such mode
+Word control_word() {
   return 0;
 }
-void set_control_word(unsigned int) {}
+void set_control_word(Word) {}
 #endif
 }  // namespace
 

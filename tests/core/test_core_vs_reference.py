@@ -19,11 +19,8 @@ GAUSSIAN = [
     for d_o in (1, 2)
 ]
 SOFTMAX = [dict(output="softmax", rule="fuse", noise=noise, d_o=3) for noise in ("constant", "multinomial")]
-HIDDEN: dict[int, tuple[int, ...]] = {
-    1: (),
-    2: (9,),
-    3: (6, 8),
-}  # 6 and 9: below and above the vector width, with and without spares
+# 6 and 9 neurons: below and above the vector width, without and with spares.
+HIDDEN: dict[int, tuple[int, ...]] = {1: (), 2: (9,), 3: (6, 8)}
 
 GRID = [
     dict(kind, covariance=covariance, layers=layers, rows=rows, order=order)
