@@ -60,23 +60,18 @@ def instructions(driver: Path, structure: str, d: int, updates: int, *recorder: 
     return round((counts[1] - counts[0]) / updates)
 
 
-# As CMakeLists.txt builds engine_avx2.cpp and kbt.cpp on x86-64 with gcc.
-AVX2 = ("-O3", "-mavx2", "-fno-unswitch-loops", "-fno-split-loops")
-BASELINE = ("-O3", "-fno-unswitch-loops", "-fno-ipa-cp-clone", "-fno-peel-loops", "-fno-split-loops")
-
-
 def build(folder: Path, name: str) -> Path:
     """The driver with the core as CMakeLists.txt builds it ("default"), or for the oldest machines ("baseline")."""
     cxx, cc = compiler("g++", "c++", "clang++"), compiler("gcc", "cc", "clang")
     assert cxx is not None
     assert cc is not None
-    if name == "default" and X86_64:  # a second engine for AVX2, chosen at run time
+    if name == "default" and X86_64:  # with the loops for AVX2, chosen at run time
         core = [
-            build_core(cxx, (*BASELINE, "-DKBT_AVX2"), folder / "default.o"),
-            build_core(cxx, (*AVX2, "-DKBT_AVX2"), folder / "avx2.o", "abi/engine_avx2.cpp"),
+            build_core(cxx, ("-O3", "-DKBT_AVX2"), folder / "default.o"),
+            build_core(cxx, ("-O3", "-DKBT_AVX2"), folder / "avx2.o", "kernels/avx2.cpp"),
         ]
     else:
-        core = [build_core(cxx, BASELINE, folder / f"{name}.o")]
+        core = [build_core(cxx, ("-O3",), folder / f"{name}.o")]
     core.append(build_core(cxx, ("-O3",), folder / f"{name}_flight.o", "abi/recorder.cpp"))
     driver = Path(__file__).with_name("cost.c")
     run(cc, "-std=c11", "-O2", f"-I{HEADERS}", driver, *core, "-lm", "-o", folder / name)

@@ -223,7 +223,7 @@ chmod +x "$program"
             # Debian has pyconfig.h there; zig's C headers come first.
             f"-DCMAKE_CXX_FLAGS='-idirafter {headers} {board.flags}'",
         ]
-        if not board.qemu:  # zig's run time does not tell what the processor can do, and the AVX2 engine asks
+        if not board.qemu:  # zig's run time does not tell what the processor can do, and avx2.cpp asks
             libgcc = run(self.compiler_here(), "-print-libgcc-file-name").strip()
             arguments.append(f"-DCMAKE_SHARED_LINKER_FLAGS={libgcc}")
         environment = {

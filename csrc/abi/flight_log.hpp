@@ -9,7 +9,7 @@
 //              numbers of a record are zero.
 #pragma once
 
-#include "engine.hpp"
+#include "as_head.hpp"
 #include "kbt_flight.h"
 #include "state.hpp"
 

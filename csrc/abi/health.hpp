@@ -67,8 +67,8 @@ template <class T>
 double variance_scale(const Head<T> &head) {
   double scale = 0.0;
   for (int i = 0; i < head.cfg.layers; ++i) scale = head.cfg.prior_var[i] > scale ? head.cfg.prior_var[i] : scale;
-  for (Index i = 0; i < head.noise_count(); ++i) {
-    const double x = static_cast<double>(head.noise()[i]);
+  for (Index i = 0; i < head.noise().count(); ++i) {
+    const double x = static_cast<double>(head.noise().values[i]);
     scale = x > scale ? x : scale;
   }
   return scale;

@@ -1,41 +1,81 @@
 // kbt.cpp - the C ABI: checks arguments, calls Head, returns a status.
 #include "kbt.h"
 
-#include "engine.hpp"
+#include "as_head.hpp"
 #include "health.hpp"
 #include "state.hpp"
 
+using kbt::all_finite;
 using kbt::as_head;
 using kbt::ElementOf;
 using kbt::Head;
 using kbt::Index;
-using kbt::refuse;
-
-#ifdef KBT_AVX2  // engine_avx2.cpp is linked in
-kbt_status kbt_predict_avx2(kbt_head *head, const void *h, std::int32_t rows, void *mean, void *cov, void *total_var);
-kbt_status kbt_learn_avx2(kbt_head *head, const kbt_sample &sample, kbt_result *result);
-#endif
 
 namespace {
 
-#ifdef KBT_AVX2
-bool uses_avx2(const kbt_head *head) {
-  return head != nullptr && head->cfg.dtype == KBT_FLOAT32 && __builtin_cpu_supports("avx2");
+// Every row non-negative with sum 1.
+template <class T>
+bool probabilities(const T *y, Index rows, Index n) {
+  for (Index a = 0; a < rows; ++a) {
+    T sum = T(0);
+    for (Index i = 0; i < n; ++i) {
+      if (y[a * n + i] < T(0)) return false;
+      sum += y[a * n + i];
+    }
+    if (!(std::fabs(sum - T(1)) <= T(1e-4))) return false;
+  }
+  return true;
 }
-#endif
 
-kbt_status learn_unseen(kbt_head *head, const kbt_sample &sample, kbt_result *result) {
-#ifdef KBT_AVX2
-  if (uses_avx2(head)) return kbt_learn_avx2(head, sample, result);
-#endif
-  return kbt::learn(head, sample, result);
+kbt_status reject(kbt_head *head, kbt_status status) {
+  ++head->counters.rejected;
+  return status;
+}
+
+// Predict at h, or keep the latest prediction; then learn the target.
+kbt_status learn_untapped(kbt_head *head, const kbt_sample &sample, kbt_result *result) {
+  if (head == nullptr) return KBT_E_NULL;
+  if ((!sample.predicted && sample.h == nullptr) || (sample.y == nullptr && sample.labels == nullptr)) {
+    return reject(head, KBT_E_NULL);
+  }
+  if (sample.noise == nullptr && sample.noise_count != 0) return reject(head, KBT_E_NOISE);
+  if (!sample.predicted && (sample.rows < 1 || sample.rows > head->cfg.max_rows)) return reject(head, KBT_E_ROWS);
+  if (sample.predicted && head->predicted_rows == 0) return reject(head, KBT_E_ORDER);
+  const Index rows = sample.predicted ? head->predicted_rows : sample.rows;
+  return as_head(head, [&](auto &self) {
+    using T = ElementOf<decltype(self)>;
+    const Index d = self.inputs(), n = self.outputs();
+    const T *h = static_cast<const T *>(sample.h), *y = static_cast<const T *>(sample.y);
+    const T *noise = static_cast<const T *>(sample.noise);
+    if (!sample.predicted && !all_finite(h, rows * d)) return reject(head, KBT_E_NONFINITE);
+    if (sample.labels != nullptr) {
+      if (self.cfg.output != KBT_SOFTMAX) return reject(head, KBT_E_LABEL);
+      for (Index a = 0; a < rows; ++a) {
+        if (sample.labels[a] < 0 || sample.labels[a] >= n) return reject(head, KBT_E_LABEL);
+      }
+      for (Index i = 0; i < rows * n; ++i) self.target()[i] = T(sample.labels[i / n] == i % n);
+      y = self.target();
+    } else {
+      if (!all_finite(y, rows * n)) return reject(head, KBT_E_NONFINITE);
+      if (self.cfg.output == KBT_SOFTMAX && !probabilities(y, rows, n)) return reject(head, KBT_E_LABEL);
+    }
+    if (noise != nullptr &&
+        !(self.noise().count_allowed(sample.noise_count) && self.noise().valid(noise, sample.noise_count))) {
+      return reject(head, KBT_E_NOISE);
+    }
+    kbt_status status = sample.predicted ? KBT_OK : self.forward(h, rows);
+    if (status == KBT_OK) status = self.observe(y, noise, sample.noise_count, result);
+    if (status == KBT_OK || status == KBT_GATED) return status;
+    if (!sample.predicted) self.take_back();
+    return reject(head, status);
+  });
 }
 
 kbt_status learn(kbt_head *head, const kbt_sample &sample, kbt_result *result) {
-  if (head == nullptr || head->tap == nullptr) return learn_unseen(head, sample, result);
+  if (head == nullptr || head->tap == nullptr) return learn_untapped(head, sample, result);
   const std::int32_t rows = sample.predicted ? head->predicted_rows : sample.rows;
   kbt_result found{0.0, 0.0};
-  const kbt_status status = learn_unseen(head, sample, &found);
+  const kbt_status status = learn_untapped(head, sample, &found);
   if (result != nullptr && (status == KBT_OK || status == KBT_GATED)) *result = found;
   head->tap->learned(head->tap, sample, rows, status, found.nis);
   return status;
@@ -209,15 +249,15 @@ kbt_status kbt_init(const kbt_config *cfg, void *arena, size_t arena_bytes, kbt_
 
 kbt_status kbt_set_prior(kbt_head *head, const void *weight, const void *bias, uint64_t seed) {
   if (head == nullptr) return KBT_E_NULL;
-  if (weight == nullptr) return refuse(head, KBT_E_NULL);
+  if (weight == nullptr) return reject(head, KBT_E_NULL);
   for (int i = 1; i < head->cfg.layers; ++i) {
-    if (head->cfg.widths[i] < 2 * head->cfg.widths[0]) return refuse(head, KBT_E_CONFIG);
+    if (head->cfg.widths[i] < 2 * head->cfg.widths[0]) return reject(head, KBT_E_CONFIG);
   }
   return as_head(head, [&](auto &self) {
     using T = ElementOf<decltype(self)>;
     const T *w = static_cast<const T *>(weight), *b = static_cast<const T *>(bias);
-    if (!kbt::all_finite(w, self.inputs() * self.outputs())) return refuse(head, KBT_E_NONFINITE);
-    if (b != nullptr && !kbt::all_finite(b, self.outputs())) return refuse(head, KBT_E_NONFINITE);
+    if (!all_finite(w, self.inputs() * self.outputs())) return reject(head, KBT_E_NONFINITE);
+    if (b != nullptr && !all_finite(b, self.outputs())) return reject(head, KBT_E_NONFINITE);
     self.set_prior(w, b, seed);
     return replaced(head, KBT_OK);
   });
@@ -225,13 +265,13 @@ kbt_status kbt_set_prior(kbt_head *head, const void *weight, const void *bias, u
 
 kbt_status kbt_set_means(kbt_head *head, const void *const *means) {
   if (head == nullptr) return KBT_E_NULL;
-  if (means == nullptr) return refuse(head, KBT_E_NULL);
+  if (means == nullptr) return reject(head, KBT_E_NULL);
   return as_head(head, [&](auto &self) {
     using T = ElementOf<decltype(self)>;
     for (Index i = 0; i < self.layers(); ++i) {
       const auto &w = self.weights(i);
-      if (means[i] == nullptr) return refuse(head, KBT_E_NULL);
-      if (!kbt::all_finite(static_cast<const T *>(means[i]), w.n * w.M1)) return refuse(head, KBT_E_NONFINITE);
+      if (means[i] == nullptr) return reject(head, KBT_E_NULL);
+      if (!all_finite(static_cast<const T *>(means[i]), w.n * w.M1)) return reject(head, KBT_E_NONFINITE);
     }
     self.set_means(means);
     return replaced(head, KBT_OK);
@@ -240,12 +280,12 @@ kbt_status kbt_set_means(kbt_head *head, const void *const *means) {
 
 kbt_status kbt_set_noise(kbt_head *head, const void *noise, int32_t count) {
   if (head == nullptr) return KBT_E_NULL;
-  if (noise == nullptr) return refuse(head, KBT_E_NULL);
+  if (noise == nullptr) return reject(head, KBT_E_NULL);
   return as_head(head, [&](auto &self) {
     using T = ElementOf<decltype(self)>;
     const T *values = static_cast<const T *>(noise);
-    if (!self.noise_count_allowed(count) || !self.noise_valid(values, count)) {
-      return refuse(head, KBT_E_NOISE);
+    if (!self.noise().count_allowed(count) || !self.noise().valid(values, count)) {
+      return reject(head, KBT_E_NOISE);
     }
     self.set_noise(values, count);
     if (head->tap != nullptr) head->tap->set_noise(head->tap, noise, count);
@@ -254,10 +294,21 @@ kbt_status kbt_set_noise(kbt_head *head, const void *noise, int32_t count) {
 }
 
 kbt_status kbt_predict(kbt_head *head, const void *h, int32_t rows, void *mean, void *cov, void *total_var) {
-#ifdef KBT_AVX2
-  if (uses_avx2(head)) return kbt_predict_avx2(head, h, rows, mean, cov, total_var);
-#endif
-  return kbt::predict(head, h, rows, mean, cov, total_var);
+  if (head == nullptr) return KBT_E_NULL;
+  if (h == nullptr || mean == nullptr) return reject(head, KBT_E_NULL);
+  if (rows < 1 || rows > head->cfg.max_rows) return reject(head, KBT_E_ROWS);
+  return as_head(head, [&](auto &self) {
+    using T = ElementOf<decltype(self)>;
+    const T *input = static_cast<const T *>(h);
+    if (!all_finite(input, rows * self.inputs())) return reject(head, KBT_E_NONFINITE);
+    const kbt_status status = self.forward(input, rows);
+    if (status == KBT_OK) {
+      self.read_prediction(static_cast<T *>(mean), static_cast<T *>(cov), static_cast<T *>(total_var));
+      return status;
+    }
+    self.take_back();
+    return reject(head, status);
+  });
 }
 
 kbt_status kbt_update(kbt_head *head, const void *h, int32_t rows, const void *y, const void *noise,
@@ -305,8 +356,8 @@ kbt_status kbt_get_noise(const kbt_head *head, void *noise, int32_t *count) {
   if (head == nullptr || noise == nullptr || count == nullptr) return KBT_E_NULL;
   return as_head(head, [&](const auto &self) {
     using T = ElementOf<decltype(self)>;
-    for (Index i = 0; i < self.noise_count(); ++i) static_cast<T *>(noise)[i] = self.noise()[i];
-    *count = static_cast<int32_t>(self.noise_count());
+    for (Index i = 0; i < self.noise().count(); ++i) static_cast<T *>(noise)[i] = self.noise().values[i];
+    *count = static_cast<int32_t>(self.noise().count());
     return KBT_OK;
   });
 }

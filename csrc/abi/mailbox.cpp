@@ -1,7 +1,7 @@
 // mailbox.cpp - copies of a posterior between one writer and one reader. kbt_mailbox.h says why that is safe.
 #include <atomic>
 
-#include "engine.hpp"
+#include "as_head.hpp"
 #include "kbt_mailbox.h"
 #include "state.hpp"
 
@@ -46,7 +46,7 @@ kbt_status check(const kbt_head *head, const kbt_mailbox *mailbox) {
 void fill(kbt_mailbox &box, std::uint32_t slot, const kbt_head *head) {
   kbt::as_head(head, [&](const auto &self) {
     std::memcpy(box.numbers(slot), self.learned(), box.bytes);
-    box.slots[slot] = {self.samples, self.noise_is_matrix()};
+    box.slots[slot] = {self.samples, self.noise().matrix};
   });
 }
 

@@ -86,8 +86,8 @@ void begin(kbt_flight &flight, int which) {
   half.used = 0;
   as_head(flight.head, [&](const auto &head) {
     half.samples = head.samples;
-    half.noise_count = static_cast<std::int32_t>(head.noise_count());
-    copy(half.noise, head.noise(), head.noise_count());
+    half.noise_count = static_cast<std::int32_t>(head.noise().count());
+    copy(half.noise, head.noise().values, head.noise().count());
     for (Index i = 0; i < head.layers(); ++i) {
       const auto &w = head.weights(i);
       copy(half.mean[i], w.mean, w.mean_count());

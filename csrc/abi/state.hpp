@@ -106,31 +106,24 @@ class Reader {
   bool short_ = false;
 };
 
-// Calls visit(field) for every number of a configuration, in the order of the format. Not inlined, as there are many.
+// Calls visit(field) for every number of a configuration, in the order of the format.
 template <class Config, class Visit>
 void visit_config(Config &cfg, Visit visit) {
-  visit(cfg.dtype);
-  visit(cfg.layers);
+  for (auto *x : {&cfg.dtype, &cfg.layers}) visit(*x);
   for (auto &width : cfg.widths) visit(width);
-  visit(cfg.max_rows);
-  visit(cfg.output);
-  visit(cfg.covariance);
-  visit(cfg.rule);
-  visit(cfg.noise);
-  visit(cfg.relu_order);
-  visit(cfg.softmax_order);
+  for (auto *x :
+       {&cfg.max_rows, &cfg.output, &cfg.covariance, &cfg.rule, &cfg.noise, &cfg.relu_order, &cfg.softmax_order}) {
+    visit(*x);
+  }
   for (auto &var : cfg.prior_var) visit(var);
-  visit(cfg.noise_var);
-  visit(cfg.input_var);
-  visit(cfg.forgetting);
-  visit(cfg.gate);
+  for (auto *x : {&cfg.noise_var, &cfg.input_var, &cfg.forgetting, &cfg.gate}) visit(*x);
 }
 
 inline void write_config(Writer &out, const kbt_config &cfg) {
   struct {
     Writer &out;
-    __attribute__((noinline)) void operator()(std::int32_t x) const { out.i32(x); }
-    __attribute__((noinline)) void operator()(double x) const { out.real(x); }
+    void operator()(std::int32_t x) const { out.i32(x); }
+    void operator()(double x) const { out.real(x); }
   } visit{out};
   visit_config(cfg, visit);
 }
@@ -138,8 +131,8 @@ inline void write_config(Writer &out, const kbt_config &cfg) {
 inline void read_config(Reader &in, kbt_config &cfg) {
   struct {
     Reader &in;
-    __attribute__((noinline)) void operator()(std::int32_t &x) const { x = in.i32(); }
-    __attribute__((noinline)) void operator()(double &x) const { in.real(x); }
+    void operator()(std::int32_t &x) const { x = in.i32(); }
+    void operator()(double &x) const { in.real(x); }
   } visit{in};
   visit_config(cfg, visit);
 }
@@ -172,7 +165,7 @@ void write_numbers(Writer &out, const kbt_config &cfg, std::uint64_t samples, co
 
 template <class T>
 void write_body(const Head<T> &head, Writer &out) {
-  write_numbers(out, head.cfg, head.samples, head.noise(), head.noise_count(),
+  write_numbers(out, head.cfg, head.samples, head.noise().values, head.noise().count(),
                 [&](Index i) -> const Posterior<T> & { return head.weights(i); });
   out.flush();
 }
@@ -252,7 +245,7 @@ inline double state_bytes(const kbt_config &cfg, double noise_count) {
 
 template <class T>
 std::size_t state_size(const Head<T> &head) {
-  return static_cast<std::size_t>(state_bytes(head.cfg, static_cast<double>(head.noise_count())));
+  return static_cast<std::size_t>(state_bytes(head.cfg, static_cast<double>(head.noise().count())));
 }
 
 // Two passes over the same bytes: the first checks, the second writes.
@@ -270,7 +263,7 @@ kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size
     if (count != n && !(count == n * n && cfg.noise == KBT_NOISE_CONSTANT)) return KBT_E_BLOB_VALUE;
     T *noise = head.noise_candidate();
     for (Index i = 0; i < count; ++i) in.real(noise[i]);
-    if (!commit && !head.noise_valid(noise, count)) return KBT_E_BLOB_VALUE;
+    if (!commit && !head.noise().valid(noise, count)) return KBT_E_BLOB_VALUE;
     for (Index i = 0; i < n; ++i) {
       if (noise[count == n ? i : i * n + i] < T(kNoiseFloor)) return KBT_E_BLOB_VALUE;
     }
@@ -308,7 +301,7 @@ kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size
     }
     if (!in.complete() || !valid) return KBT_E_BLOB_VALUE;
     if (commit) {
-      head.restore_noise(noise, count == n * n && n > 1);
+      head.noise().restore(noise, count);
       head.samples = samples;
       head.predicted_rows = 0;
       head.watch = {};

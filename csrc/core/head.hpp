@@ -1,146 +1,45 @@
-// head.hpp - the head: arena plan, prior, predict, update, in reading order. METHOD.md has the mathematics.
+// head.hpp - the head: arena plan, forward pass, update, in reading order. docs/method.md has the mathematics.
 #pragma once
 
-#include <cstdint>
-#include <limits>
 #include <new>
 #include <utility>
 
+#include "arena.hpp"
 #include "kbt.h"
-#include "linear.hpp"
+#include "layer.hpp"
 #include "measurement.hpp"
+#include "noise.hpp"
+#include "prior.hpp"
+#include "record.hpp"
 #include "relu.hpp"
-#include "watch.hpp"
-
-struct kbt_sample;
-
-// Who wants to know of every change of a head: the flight recorder (kbt_flight.cpp). Called after the change.
-struct kbt_tap {
-  void (*learned)(kbt_tap *self, const kbt_sample &sample, std::int32_t rows, kbt_status status, double nis);
-  void (*set_noise)(kbt_tap *self, const void *noise, std::int32_t count);
-  void (*replaced)(kbt_tap *self);  // the whole state: a prior, means, or a blob
-};
-
-struct kbt_head {
-  kbt_config cfg;
-  kbt_counters counters;
-  std::uint64_t samples;
-  std::int32_t predicted_rows;  // rows whose forward pass lies in the scratch, waiting to be observed
-  kbt_watch watch;
-  kbt_tap *tap;  // null: nobody
-};
-
-// One sample as a caller of the C ABI gives it.
-struct kbt_sample {
-  bool predicted;  // learn at the rows of the latest prediction, not at h
-  const void *h;   // rows x d
-  std::int32_t rows;
-  const void *y;               // rows x d_o, or null with
-  const std::int32_t *labels;  // one per row
-  const void *noise;           // noise_count numbers, or null for the head's own
-  std::int32_t noise_count;
-};
 
 namespace kbt {
-
-// Hands out aligned pieces of one block of memory. Without a base it only counts, so that the plan which measures is
-// the plan which lays out.
-class Arena {
- public:
-  explicit Arena(void *base) : base_(static_cast<unsigned char *>(base)) {}
-
-  template <class T>
-  __attribute__((noinline)) T *take(Index count) {  // called often and once only: inlined it would fill kilobytes
-    constexpr std::size_t kAlign = KBT_ARENA_ALIGN, kMax = std::numeric_limits<std::size_t>::max() / 2;
-    const std::size_t limit = kMax / sizeof(T);
-    if (count < 0 || static_cast<std::size_t>(count) > limit) overflow_ = true;
-    const std::size_t bytes =
-        overflow_ ? 0 : (static_cast<std::size_t>(count) * sizeof(T) + kAlign - 1) / kAlign * kAlign;
-    if (used_ > kMax - bytes) overflow_ = true;
-    T *piece = base_ != nullptr && !overflow_ ? reinterpret_cast<T *>(base_ + used_) : nullptr;
-    if (!overflow_) used_ += bytes;
-    return piece;
-  }
-  bool overflow() const { return overflow_; }
-  std::size_t used() const { return used_; }
-
- private:
-  unsigned char *base_;
-  std::size_t used_ = 0;
-  bool overflow_ = false;
-};
 
 template <class T>
 class Head : public kbt_head {
  public:
   // ---- arena -------------------------------------------------------------------------------------------------------
 
-  // Lays the head out behind itself. With arena.base == nullptr only the sizes are computed.
+  // Lays the head out behind itself. Without a base only the sizes are computed.
   void plan(const kbt_config &config, Arena &arena) {
     cfg = config;
-    const Index rows = cfg.max_rows, rank = rows * outputs();
     const std::size_t start = arena.used();
     for (Index i = 0; i < layers(); ++i) {
       Posterior<T> &w = layers_[i].w;
       w.shape(cfg.widths[i], cfg.widths[i + 1], cfg.covariance, static_cast<T>(cfg.prior_var[i]));
       w.mean = arena.take<T>(w.mean_count());
       w.u = arena.take<T>(w.u_count());
-      w.d = arena.take<T>(w.d_count());  // right behind U: see Linear::full_project
+      w.d = arena.take<T>(w.d_count());  // right behind U: see project_group
     }
-    noise_ = arena.take<T>(noise_capacity());
+    noise_.kind = cfg.noise;
+    noise_.n = outputs();
+    noise_.values = arena.take<T>(NoiseModel<T>::capacity(cfg.noise, outputs()));
     learned_bytes_ = arena.used() - start;
-
-    for (Index i = 0; i < layers(); ++i) {
-      Linear<T> &layer = layers_[i];
-      layer.z = arena.take<T>(rows * layer.w.z_stride);
-      layer.F = arena.take<T>(layer.w.projection_count(rows));
-      layer.own = arena.take<T>(cfg.covariance == KBT_DIAGONAL ? 0 : rows * rows * layer.w.stride);
-      relu_[i].gates = arena.take<T>(rows * layer.w.stride);
-      spread_[i] = arena.take<T>(rows * layer.w.stride);
-      adjoint_[i] = arena.take<T>((1 + rank) * rows * layer.w.stride);
-    }
-    other_z_ = arena.take<T>(rows * layers_[0].w.z_stride);
-    call_noise_ = arena.take<T>(noise_capacity());
-    target_ = arena.take<T>(rank);
-
-    Index cov[2] = {0, 0}, u = 0, series = 0, vector = 0, inner = 0, step = 0, H = 0, Q = 0, B = 0, O = 0;
-    const auto at_least = [](Index &x, Index y) { x = x < y ? y : x; };
-    at_least(cov[1], input_cov(nullptr, rows).dense ? rows * inputs() * rows * inputs() : rows * rows * inputs());
-    for (Index i = 0; i < layers(); ++i) {
-      const Linear<T> &layer = layers_[i];
-      at_least(cov[i % 2], Cov<T>::count(dense_output(i), rows, layer.w.n, layer.w.stride));
-      at_least(u, rows * layer.w.stride);
-      at_least(series, Relu<T>::series_count(rows, layer.w.stride, cfg.relu_order));
-      at_least(vector, layer.vector_count());
-      at_least(inner, layer.inner_count());
-      at_least(step, layer.step_count());
-      at_least(H, layer.H_count(rows, rank, fuse()));
-      at_least(Q, layer.Q_count(rows, rank, fuse()));
-      at_least(B, layer.B_count(rows, rank, fuse()));
-      at_least(O, layer.O_count(rows, rank, fuse(), i == layers() - 1 && separate_last_layer()));
-    }
-    cov_[0] = arena.take<T>(cov[0] + kLanes);  // zeros behind it: see Linear::full_weights
-    cov_[1] = arena.take<T>(cov[1] + kLanes);
-    u_ = arena.take<T>(u);
-    series_ = arena.take<T>(series);
-    work_ = {arena.take<T>(vector), arena.take<T>(inner), arena.take<T>(step), arena.take<T>(H),
-             arena.take<T>(Q),      arena.take<T>(B),     arena.take<T>(O)};
-
-    const Index square = Measurement<T>::square_count(rows, outputs());
-    const bool softmax_output = cfg.output == KBT_SOFTMAX;
-    measurement_.mean = arena.take<T>(rank);
-    measurement_.p = arena.take<T>(softmax_output ? rank : 0);
-    measurement_.map = arena.take<T>(softmax_output ? rank * outputs() : 0);
-    measurement_.innovation = arena.take<T>(rank);
-    measurement_.L = arena.take<T>(square);
-    measurement_.X = arena.take<T>(square);
-    measurement_.N = arena.take<T>(!fuse() || noise_known() ? square : 0);
-    measurement_.vectors = arena.take<T>(fuse() ? 0 : square);
-    measurement_.signs = arena.take<T>(rank);
-    rest_ = arena.take<T>(noise_known() ? square + 2 * rank : 0);
+    plan_layers(arena);
+    plan_measurement(arena);
   }
 
-  // Largest number of elements any single array of this configuration takes, as a double: what overflows is seen before
+  // Largest number of elements any single array of this configuration takes, as a double: an overflow is seen before
   // an integer could wrap.
   static double largest_array(const kbt_config &cfg) {
     const double rows = cfg.max_rows, rank = rows * cfg.widths[cfg.layers];
@@ -157,9 +56,10 @@ class Head : public kbt_head {
 
   void start() {
     counters = {};
+    for (Index i = 0; i < layers(); ++i) layers_[i].loops.choose();
     reset();
-    noise_matrix_ = false;
-    for (Index i = 0; i < outputs(); ++i) noise_[i] = floored_noise(static_cast<T>(cfg.noise_var));
+    noise_.matrix = false;
+    for (Index i = 0; i < outputs(); ++i) noise_.values[i] = NoiseModel<T>::floored(static_cast<T>(cfg.noise_var));
   }
 
   // Weights zero with the prior's variances, nothing learned, nothing predicted.
@@ -178,59 +78,31 @@ class Head : public kbt_head {
   Index outputs() const { return cfg.widths[cfg.layers]; }
   Posterior<T> &weights(Index layer) { return layers_[layer].w; }
   const Posterior<T> &weights(Index layer) const { return layers_[layer].w; }
-  const T *noise() const { return noise_; }
-  // Everything that learning changes but the sample count and the kind of noise, as one piece: two heads of one
+  const NoiseModel<T> &noise() const { return noise_; }
+  NoiseModel<T> &noise() { return noise_; }
+  const T *input(Index row) const { return layers_[0].input(row); }  // h of the latest forward pass
+  // All that learning changes, except the sample count and the kind of noise, as one piece: two heads of one
   // configuration have it in the same order.
   const void *learned() const { return layers_[0].w.mean; }
   std::size_t learned_bytes() const { return learned_bytes_; }
-  bool noise_is_matrix() const { return noise_matrix_; }
-  // From now on this head's learned numbers are these, in the order of learned(), with what goes with them.
+  // From now on this head's learned numbers are these, in the order of learned(), with what belongs to them.
   void take_over(void *numbers, std::uint64_t its_samples, bool its_noise_is_matrix) {
     T *const from = layers_[0].w.mean, *const to = static_cast<T *>(numbers);
     for (Index i = 0; i < layers(); ++i) {
       Posterior<T> &w = layers_[i].w;
       for (T **piece : {&w.mean, &w.d, &w.u}) *piece = to + (*piece - from);
     }
-    noise_ = to + (noise_ - from);
+    noise_.values = to + (noise_.values - from);
+    noise_.matrix = its_noise_is_matrix;
     samples = its_samples;
-    noise_matrix_ = its_noise_is_matrix;
     predicted_rows = 0;
   }
-  const T *input(Index row) const {
-    return layers_[0].z + row * layers_[0].w.z_stride;
-  }  // h of the latest forward pass
-  Index noise_count() const { return noise_matrix_ ? outputs() * outputs() : outputs(); }
 
-  // ---- prior (METHOD section 1) ------------------------------------------------------------------------------------
+  // ---- prior and noise ---------------------------------------------------------------------------------------------
 
   void set_prior(const T *weight, const T *bias, std::uint64_t seed) {
-    const Index d = inputs(), L = layers();
     reset();
-    for (Index i = 0; i < L; ++i) {
-      Posterior<T> &w = layers_[i].w;
-      const auto at = [&](Index j, Index p) -> T & { return w.mean[p * w.stride + j]; };
-      // Input p of the original h: h itself before the first layer, and the merged pair (+h) - (-h) behind it.
-      const auto set = [&](Index j, Index p, T value) {
-        at(j, p) = value;
-        if (i > 0) at(j, d + p) = -value;
-      };
-      if (i == L - 1) {
-        for (Index j = 0; j < w.n; ++j) {
-          for (Index p = 0; p < d; ++p) set(j, p, weight[j * d + p]);
-          at(j, w.M1 - 1) = bias != nullptr ? bias[j] : T(0);
-        }
-        continue;
-      }
-      for (Index p = 0; p < d; ++p) {
-        set(p, p, T(1));
-        set(d + p, p, T(-1));
-      }
-      const T scale = std::sqrt(T(3) / T(d));  // uniform on +-sqrt(3/d) has standard deviation 1/sqrt(d)
-      for (Index j = 2 * d; j < w.n; ++j) {
-        for (Index p = 0; p < d; ++p) set(j, p, scale * uniform(seed));
-        at(j, w.M1 - 1) = scale * uniform(seed);
-      }
-    }
+    set_prior_means(layers_, layers(), weight, bias, seed);
   }
 
   void set_means(const void *const *means) {
@@ -244,99 +116,39 @@ class Head : public kbt_head {
     }
   }
 
-  // ---- noise -------------------------------------------------------------------------------------------------------
-
-  bool noise_count_allowed(Index count) const {
-    if (cfg.noise == KBT_NOISE_MULTINOMIAL) return false;
-    if (count == 1 || count == outputs()) return true;
-    return count == outputs() * outputs() && cfg.noise == KBT_NOISE_CONSTANT;
-  }
-
-  // Finite, not negative; a matrix symmetric and positive semi-definite (to rounding). Uses the noise scratch.
-  bool noise_valid(const T *values, Index count) {
-    const Index n = outputs();
-    if (!all_finite(values, count)) return false;
-    const bool matrix = count == n * n && n > 1;
-    T largest = T(0);
-    for (Index i = 0; i < (matrix ? n : count); ++i) {
-      const T var = values[matrix ? i * n + i : i];
-      if (var < T(0)) return false;
-      largest = var > largest ? var : largest;
-    }
-    if (!matrix) return true;
-    for (Index i = 0; i < n; ++i) {
-      for (Index k = 0; k < n; ++k) {
-        if (values[i * n + k] != values[k * n + i]) return false;
-        call_noise_[i * n + k] = values[i * n + k];
-      }
-      call_noise_[i * n + i] += T(n) * T(16) * std::numeric_limits<T>::epsilon() * largest;
-    }
-    return cholesky(call_noise_, n, T(0)) == 0;
-  }
-
-  // Floors the variances. Returns whether the result is a matrix.
-  bool copy_noise(const T *values, Index count, T *to) const {
-    const Index n = outputs();
-    const bool matrix = count == n * n && n > 1;
-    for (Index i = 0; i < (matrix ? n * n : n); ++i) {
-      const T x = values[count == 1 ? 0 : i];
-      to[i] = !matrix || i % (n + 1) == 0 ? floored_noise(x) : x;
-    }
-    return matrix;
-  }
-
   void set_noise(const T *values, Index count) {
-    noise_matrix_ = copy_noise(values, count, noise_);
-    watch = {};  // what was expected before is not what is expected now
-  }
-  void restore_noise(const T *values, bool matrix) {
-    noise_matrix_ = matrix;
-    for (Index i = 0; i < noise_count(); ++i) noise_[i] = values[i];
+    noise_.set(values, count);
+    watch = {};  // it was compared with the old noise
   }
 
   // ---- predict -----------------------------------------------------------------------------------------------------
 
-  // Moments through every layer (METHOD section 2). Touches scratch only. Without h, at the input of the pass before
-  // the latest, which is kept for take_back.
+  // Moments through every layer, method.md §2. Changes scratch only. Without h: at the input of the pass before the
+  // latest, which is kept for take_back.
   kbt_status forward(const T *h, Index rows) {
     rows_before_ = predicted_rows;
     predicted_rows = 0;
     std::swap(layers_[0].z, other_z_);
-    for (Index a = 0; h != nullptr && a < rows; ++a) {
-      T *z = layers_[0].z + a * layers_[0].w.z_stride;
-      for (Index p = 0; p < inputs(); ++p) {
-        const T x = h[a * inputs() + p];
-        z[p] = std::fabs(x) < kSilent ? T(0) : x;
-      }
-      z[inputs()] = T(1);
-    }
+    if (h != nullptr) set_input(h, rows);
     Cov<T> in = input_cov(cov_[1], rows);
     bool certain = !(cfg.input_var > 0.0);
     if (!certain) fill_input_cov(in);
     for (Index i = 0; i < layers(); ++i) {
-      Linear<T> &layer = layers_[i];
+      Layer<T> &layer = layers_[i];
       const Cov<T> out{cov_[i % 2], dense_output(i), rows, layer.w.n, layer.w.stride};
-      const Index count = Cov<T>::count(out.dense, rows, out.n, out.stride);
-      layer.mean_forward(rows, u_);
-      fill(out.data, T(0), count + kLanes);
-      if (!certain) layer.input_cov_forward(in, out, work_);
       const bool last = i == layers() - 1;
-      if (last && noise_known()) {
-        for (Index k = 0; k < count; ++k) rest_[k] = out.data[k];
-        for (Index k = 0; !fuse() && k < rows * outputs(); ++k) rest_[k * rows * outputs() + k] += T(kNoiseFloor);
-      }
+      layer.mean_forward(rows, u_);
+      fill(out.data, T(0), out.count() + kLanes);
+      if (!certain) layer.input_cov_forward(in, out, work_);
+      if (last && noise_known()) keep_other_cov(out);
       layer.weight_cov_forward(out, work_);
-      if (!all_finite(u_, rows * layer.w.stride) || !all_finite(out.data, count)) return KBT_E_RANGE;
-      for (Index a = 0; a < rows; ++a) {
-        T *spread = spread_[i] + a * out.stride;
-        if (out.dense) {
-          for (Index j = 0; j < out.n; ++j) spread[j] = out.same(a, a, j);
-        } else {
-          array(spread, out.stride) = array(&out.same(a, a, 0), out.stride);
-        }
-      }
+      if (!all_finite(u_, rows * layer.w.stride) || !all_finite(out.data, out.count())) return KBT_E_RANGE;
+      keep_variances(out, variances_[i]);
       if (last && !outputs_in_range(rows)) return KBT_E_RANGE;
-      if (!last) relu_[i].forward(u_, out, cfg.relu_order, layers_[i + 1].z, layers_[i + 1].w.z_stride, series_);
+      if (!last) {
+        const Layer<T> &next = layers_[i + 1];
+        relu_[i].forward(layer.loops, u_, out, cfg.relu_order, next.z, next.w.z_stride, series_);
+      }
       in = out;
       certain = false;
     }
@@ -347,13 +159,13 @@ class Head : public kbt_head {
     return KBT_OK;
   }
 
-  // The call that made the latest forward pass is refused: the rows that were predicted before it wait to be observed
-  // again. No weight has changed since, so that their pass gives what it gave then, bit by bit.
+  // The call that made the latest forward pass is rejected: the rows predicted before it wait to be observed again. No
+  // weight has changed since, so their pass gives the same bits as before.
   void take_back() { forward(nullptr, rows_before_); }
 
-  // Results of the latest forward pass. cov and total_var may be null. What is left of a variance where nearly equal
-  // ones have cancelled, as those of two classes do that move together, is rounding and can be negative: it counts as
-  // zero, and so do its covariances. The noise can be the largest number there is, and nothing is larger.
+  // Results of the latest forward pass. cov and total_var may be null. Where nearly equal variances cancel, as those of
+  // two classes do that move together, rounding error is left and can be negative: it counts as zero, and so do its
+  // covariances. The noise can be the largest number there is, so the total saturates.
   void read_prediction(T *mean, T *cov, T *total_var) {
     const Index K = predicted_rows * outputs();
     for (Index i = 0; i < K; ++i) mean[i] = measurement_.mean[i];
@@ -378,54 +190,111 @@ class Head : public kbt_head {
   // Learns y (rows x d_o) at the rows of the latest forward pass. Every check comes before the first change.
   kbt_status observe(const T *y, const T *noise, Index noise_count, kbt_result *result) {
     const Index rows = predicted_rows, rank = rows * outputs(), last = layers() - 1;
-    Noise<T> R{noise_, noise_matrix_};
-    if (noise != nullptr) R = Noise<T>{call_noise_, copy_noise(noise, noise_count, call_noise_)};
-
-    const Adjoint<T> top = adjoint(last, rows, rank);
-    fill(top.data, T(0), (1 + rank) * rows * top.stride);
-    if (fuse()) {
-      measurement_.fuse(output_cov(), y, R, cfg.output, cfg.noise, noise_known(), top);
-    } else {
-      measurement_.replace(output_cov(), y, R, top);
-    }
+    Adjoint<T> adjoints[KBT_MAX_LAYERS];
+    for (Index i = 0; i <= last; ++i) adjoints[i] = adjoint(i, rows, rank);
+    const Adjoint<T> &top = adjoints[last];
+    measure(y, noise_.of_call(noise, noise_count), top);
     const T nis = measurement_.nis;
     if (measurement_.floored < 0) return KBT_E_RANGE;
     if (!is_finite(nis) || !is_finite(measurement_.log_likelihood)) return KBT_E_RANGE;
-    for (Index i = last; i > 0; --i) {
-      layers_[i].adjoint_backward(adjoint(i, rows, rank), adjoint(i - 1, rows, rank), relu_[i - 1].gates);
-    }
+    for (Index i = last; i > 0; --i) layers_[i].adjoint_backward(adjoints[i], adjoints[i - 1], relu_[i - 1].gates);
     for (Index i = 0; i <= last; ++i) {
-      if (!steps_in_range(i, rows, rank)) return KBT_E_RANGE;
+      if (!steps_in_range(i, adjoints[i])) return KBT_E_RANGE;
     }
     const bool adapts = cfg.noise == KBT_NOISE_ADAPTIVE && noise == nullptr;
-    if (adapts && !adapt_noise(top, call_noise_)) return KBT_E_RANGE;
+    const auto expected = [&](Index i, T R) { return measurement_.expected_noise(top, i, R); };
+    if (adapts && !noise_.adapt(samples, expected)) return KBT_E_RANGE;
+
     if (result != nullptr) *result = {static_cast<double>(nis), static_cast<double>(measurement_.log_likelihood)};
     const bool rejected = cfg.gate > 0.0 && static_cast<double>(nis) > cfg.gate;
     observed(nis, rejected, rank);
+    predicted_rows = 0;
     if (rejected) {
-      predicted_rows = 0;
       ++counters.gated;
       return KBT_GATED;
     }
-
-    predicted_rows = 0;
     int floored = measurement_.floored;
-    if (noise_known() && has_rest()) measurement_.add_rest(rest_, top, rest_ + rank * rank);
+    if (noise_known() && has_other_cov()) measurement_.add_other_cov(other_cov_, top, other_cov_ + rank * rank);
     for (Index i = 0; i <= last; ++i) {
-      const T *known_noise = i == last && noise_known() ? measurement_.N : nullptr;
-      floored += layers_[i].update(adjoint(i, rows, rank), fuse(), known_noise, work_);
+      floored += layers_[i].update(adjoints[i], work_);
       layers_[i].w.forget(static_cast<T>(cfg.forgetting));
     }
-    for (Index i = 0; adapts && i < outputs(); ++i) noise_[i] = call_noise_[i];
+    if (adapts) noise_.take_adapted();
     counters.floored += static_cast<std::uint64_t>(floored);
     if (samples != kMostSamples) ++samples;
     return KBT_OK;
   }
 
-  T *noise_candidate() { return measurement_.L; }  // scratch for a noise that is still to be judged
+  T *noise_candidate() { return measurement_.L; }  // scratch for a noise that is still to be checked
   T *target() { return target_; }                  // rank numbers of scratch for targets made from labels
 
  private:
+  // ---- arena, continued --------------------------------------------------------------------------------------------
+
+  struct Piece {  // of the arena: where its address goes, and how many numbers it has
+    T **at;
+    Index count;
+  };
+  template <std::size_t n>
+  static void take(Arena &arena, const Piece (&pieces)[n]) {
+    for (const Piece &piece : pieces) *piece.at = arena.take<T>(piece.count);
+  }
+
+  void plan_layers(Arena &arena) {
+    const Index rows = cfg.max_rows, rank = rows * outputs();
+    for (Index i = 0; i < layers(); ++i) {
+      Layer<T> &layer = layers_[i];
+      const Posterior<T> &w = layer.w;
+      take(arena, {{&layer.z, rows * w.z_stride},
+                   {&layer.F, w.projection_count(rows)},
+                   {&layer.weight_var, cfg.covariance == KBT_DIAGONAL ? 0 : rows * rows * w.stride},
+                   {&relu_[i].gates, rows * w.stride},
+                   {&variances_[i], rows * w.stride},
+                   {&adjoint_[i], (1 + rank) * rows * w.stride}});
+    }
+    Index cov[2] = {0, input_cov(nullptr, rows).count()}, u = 0, series = 0;
+    WorkSizes sizes{};
+    const auto at_least = [](Index &x, Index y) { x = x < y ? y : x; };
+    for (Index i = 0; i < layers(); ++i) {
+      const Posterior<T> &w = layers_[i].w;
+      at_least(cov[i % 2], Cov<T>::count(dense_output(i), rows, w.n, w.stride));
+      at_least(u, rows * w.stride);
+      at_least(series, Relu<T>::series_count(rows, w.stride, cfg.relu_order));
+      sizes.grow_to(WorkSizes::of(w, rows, rank, fuse(), i == layers() - 1 && separate_last_layer()));
+    }
+    take(arena, {{&other_z_, rows * layers_[0].w.z_stride},
+                 {&noise_.scratch, NoiseModel<T>::capacity(cfg.noise, outputs())},
+                 {&target_, rank},
+                 {&cov_[0], cov[0] + kLanes},  // zeros behind it: see input_group
+                 {&cov_[1], cov[1] + kLanes},
+                 {&u_, u},
+                 {&series_, series},
+                 {&work_.vector, sizes.vector},
+                 {&work_.inner, sizes.inner},
+                 {&work_.step, sizes.step},
+                 {&work_.H, sizes.H},
+                 {&work_.Q, sizes.Q},
+                 {&work_.B, sizes.B},
+                 {&work_.O, sizes.O}});
+  }
+
+  void plan_measurement(Arena &arena) {
+    const Index rows = cfg.max_rows, rank = rows * outputs();
+    const Index square = Measurement<T>::square_count(rows, outputs());
+    take(arena, {{&measurement_.mean, rank},
+                 {&measurement_.p, softmax_output() ? rank : 0},
+                 {&measurement_.map, softmax_output() ? rank * outputs() : 0},
+                 {&measurement_.innovation, rank},
+                 {&measurement_.L, square},
+                 {&measurement_.X, square},
+                 {&measurement_.N, !fuse() || noise_known() ? square : 0},
+                 {&measurement_.vectors, fuse() ? 0 : square},
+                 {&measurement_.signs, rank},
+                 {&other_cov_, noise_known() ? square + 2 * rank : 0}});
+  }
+
+  // ---- what the configuration implies ------------------------------------------------------------------------------
+
   bool fuse() const { return cfg.rule == KBT_FUSE; }
   bool softmax_output() const { return cfg.output == KBT_SOFTMAX; }
 
@@ -434,86 +303,120 @@ class Head : public kbt_head {
   bool dense_output(Index i) const {
     return i == layers() - 1 || cfg.covariance == KBT_FULL || i > 0 || cfg.input_var > 0.0;
   }
-  // All weights of the last layer stand in one group, so that its measurement noise is known without cancellation.
+  // All weights of the last layer are in one group, so its measurement noise is known without cancellation.
   bool whole_last_layer() const {
     return cfg.covariance == KBT_FULL || (cfg.covariance == KBT_NEURON && outputs() == 1);
   }
-  // The same for neurons that stand apart, each with the others as part of its noise. Worth its time where the noise
-  // can be small beside the variances, which is the gaussian case.
+  // The same for independent neurons, each with the others as part of its noise. Worth its time where the noise can be
+  // small beside the variances, which is the gaussian case.
   bool separate_last_layer() const {
     return cfg.covariance == KBT_NEURON && outputs() > 1 && fuse() && cfg.output == KBT_GAUSSIAN;
   }
   bool noise_known() const { return whole_last_layer() || separate_last_layer(); }
-  bool has_rest() const { return layers() > 1 || cfg.input_var > 0.0 || !fuse(); }
-  Index noise_capacity() const { return cfg.noise == KBT_NOISE_CONSTANT ? outputs() * outputs() : outputs(); }
-  static T floored_noise(T x) { return x > T(kNoiseFloor) ? x : T(kNoiseFloor); }
+  bool has_other_cov() const { return layers() > 1 || cfg.input_var > 0.0 || !fuse(); }
 
+  // ---- forward, in parts -------------------------------------------------------------------------------------------
+
+  // Inputs below this count as zero. Beside the constant input 1 they have no effect, but their products would be
+  // denormal, which makes an update up to forty times slower.
+  static constexpr T kFlushBelow = sizeof(T) == sizeof(float) ? T(1e-12) : T(1e-100);
+
+  void set_input(const T *h, Index rows) {
+    for (Index a = 0; a < rows; ++a) {
+      T *z = layers_[0].z + a * layers_[0].w.z_stride;
+      for (Index p = 0; p < inputs(); ++p) {
+        const T x = h[a * inputs() + p];
+        z[p] = std::fabs(x) < kFlushBelow ? T(0) : x;
+      }
+      z[inputs()] = T(1);
+    }
+  }
   Cov<T> input_cov(T *data, Index rows) const {
     return Cov<T>{data, cfg.covariance == KBT_FULL, rows, inputs(), inputs()};
   }
   void fill_input_cov(const Cov<T> &in) const {
-    fill(in.data, T(0), Cov<T>::count(in.dense, in.rows, in.n, in.stride) + kLanes);
+    fill(in.data, T(0), in.count() + kLanes);
     for (Index a = 0; a < in.rows; ++a) {
       for (Index p = 0; p < in.n; ++p) in.same(a, a, p) = static_cast<T>(cfg.input_var);
     }
   }
-  const T *output_cov() const { return cov_[(layers() - 1) % 2]; }
-  Adjoint<T> adjoint(Index i, Index rows, Index rank) const {
-    const T *rho = fuse() ? measurement_.innovation : nullptr;  // whitened by then
-    return Adjoint<T>{adjoint_[i], measurement_.signs, rho, rank, rows, layers_[i].w.stride};
+  // The part of the output covariance that the last layer's weights do not cause.
+  void keep_other_cov(const Cov<T> &out) {
+    const Index K = out.rows * outputs();
+    for (Index k = 0; k < K * K; ++k) other_cov_[k] = out.data[k];
+    for (Index k = 0; !fuse() && k < K; ++k) other_cov_[k * K + k] += T(kNoiseFloor);
   }
-
-  T observation_noise(Index i) const {
-    if (!fuse()) return T(0);  // METHOD section 3: under `replace` the output covariance is already the data's
-    const Index o = i % outputs();
-    if (cfg.noise == KBT_NOISE_MULTINOMIAL) {
-      return measurement_.p[i] * complement(measurement_.p + (i - o), outputs(), o);
+  static void keep_variances(const Cov<T> &out, T *variances) {
+    for (Index a = 0; a < out.rows; ++a, variances += out.stride) {
+      if (out.dense) {
+        for (Index j = 0; j < out.n; ++j) variances[j] = out.same(a, a, j);
+      } else {
+        std::memcpy(variances, &out.same(a, a, 0), static_cast<std::size_t>(out.stride) * sizeof(T));
+      }
     }
-    return noise_[noise_matrix_ ? o * outputs() + o : o];
   }
-
-  // Inputs below this count as zero. Beside the constant input 1 they say nothing, but their products would be
-  // denormal, which makes an update up to forty times slower.
-  static constexpr T kSilent = sizeof(T) == sizeof(float) ? T(1e-12) : T(1e-100);
-  static constexpr std::uint64_t kMostSamples = std::numeric_limits<std::uint64_t>::max();  // where the count stays
-  // Sums of a few numbers below this stay in the range of T.
-  static constexpr T kLargest = std::numeric_limits<T>::max() * T(1e-8);
-
   // Variances of the outputs are still to be multiplied by derivatives of the softmax and added to the noise.
   bool outputs_in_range(Index rows) const {
     const Index stride = layers_[layers() - 1].w.stride;
     for (Index a = 0; a < rows; ++a) {
       for (Index j = 0; j < outputs(); ++j) {
-        if (!(spread_[layers() - 1][a * stride + j] < kLargest)) return false;
+        if (!(variances_[layers() - 1][a * stride + j] < kLargest<T>)) return false;
       }
     }
     return true;
   }
-  // A weight moves by at most sqrt(S_pp) sqrt(Var u) |r|. Refuse what could leave the range of T.
-  bool steps_in_range(Index i, Index rows, Index rank) const {
-    const Adjoint<T> adj = adjoint(i, rows, rank);
-    if (!all_finite(adj.data, (1 + rank) * rows * adj.stride)) return false;
-    return quadratic(adj.data, spread_[i], rows * adj.stride) < kLargest &&  // column 0 is r
+
+  const T *output_cov() const { return cov_[(layers() - 1) % 2]; }
+  T observation_noise(Index i) const {  // (3.6)
+    if (!fuse()) return T(0);
+    const Index o = i % outputs();
+    if (cfg.noise == KBT_NOISE_MULTINOMIAL) {
+      return measurement_.p[i] * complement(measurement_.p + (i - o), outputs(), o);
+    }
+    return noise_.variance(o);
+  }
+
+  // ---- update, in parts --------------------------------------------------------------------------------------------
+
+  static constexpr std::uint64_t kMostSamples = std::numeric_limits<std::uint64_t>::max();  // where the count stops
+
+  Adjoint<T> adjoint(Index i, Index rows, Index rank) const {
+    const T *rho = fuse() ? measurement_.innovation : nullptr;  // whitened by then
+    const T *N = i == layers() - 1 && noise_known() ? measurement_.N : nullptr;
+    return Adjoint<T>{adjoint_[i], measurement_.signs, rho, N, rank, rows, layers_[i].w.stride};
+  }
+  void measure(const T *y, const Noise<T> &R, const Adjoint<T> &top) {
+    fill(top.data, T(0), top.count());
+    if (fuse()) {
+      measurement_.fuse(output_cov(), y, R, cfg.output, cfg.noise, noise_known(), top);
+    } else {
+      measurement_.replace(output_cov(), y, R, top);
+    }
+  }
+  // A weight moves by at most sqrt(S_pp) sqrt(Var u) |r|. Rejects what could leave the range of T.
+  bool steps_in_range(Index i, const Adjoint<T> &adj) const {
+    if (!all_finite(adj.data, adj.count())) return false;
+    return weighted_dot(adj.r(0), variances_[i], adj.r(0), adj.rows * adj.stride) < kLargest<T> &&
            (fuse() || growth_in_range(i, adj));
   }
-  // Only `replace` lets variances grow. Growth along b multiplies a variance by at most 1 + Var(b^T u); that of a
-  // weight is a sum of U^2 D, and the factors of a step stay below the growth divided by the smallest D.
-  __attribute__((cold)) bool growth_in_range(Index i, const Adjoint<T> &adj) const {
+  // Growth along b multiplies a variance by at most 1 + Var(b^T u); that of a weight is a sum of U^2 D, and the factors
+  // of a step stay below the growth divided by the smallest D.
+  bool growth_in_range(Index i, const Adjoint<T> &adj) const {
     const Posterior<T> &w = layers_[i].w;
     const Index count = adj.rows * adj.stride;
     T growth = T(1);
     for (Index k = 0; k < adj.rank; ++k) {
-      if (adj.signs[k] < T(0)) growth *= T(1) + T(count) * quadratic(adj.B(k, 0), spread_[i], count);
+      if (adj.signs[k] < T(0)) growth *= T(1) + T(count) * weighted_dot(adj.B(k, 0), variances_[i], adj.B(k, 0), count);
     }
     if (growth == T(1)) return true;
     const typename Posterior<T>::Range D = w.range_of_D();
     const T steepest = largest_magnitude(w.u, w.u_count(), T(1));
-    return growth * D.largest * steepest * steepest < kLargest && growth < D.smallest * kLargest;
+    return growth * D.largest * steepest * steepest < kLargest<T> && growth < D.smallest * kLargest<T>;
   }
 
-  // For the watch. The gate hides what it rejects from a gaussian average, which judges what was learned and knows
-  // where it was cut off; the share of rejected samples is judged beside it. A softmax average takes all of them, as a
-  // cut at some NIS does not say which surprises are left.
+  // For the watch. A gaussian average leaves out what the gate rejects: it judges what was learned, knows where it was
+  // cut off, and the share of rejected samples is judged beside it. A softmax average takes all samples, because a cut
+  // at some NIS does not tell which surprises are left.
   void observed(T nis, bool rejected, Index K) {
     if (cfg.gate > 0.0) note_gate(watch, rejected);
     if (softmax_output()) {
@@ -523,43 +426,20 @@ class Head : public kbt_head {
     }
   }
 
-  // R_i += (r_i - R_i) / min(n0 + samples, window), floored. False if that would leave the range of T.
-  bool adapt_noise(const Adjoint<T> &top, T *to) const {
-    constexpr int kGrowing = kAdaptWindow - kAdaptStart;  // a blob may hold any number of samples: no sum before this
-    const T weight = T(1) / T(samples < kGrowing ? static_cast<int>(samples) + kAdaptStart : kAdaptWindow);
-    for (Index i = 0; i < outputs(); ++i) {
-      const T R = noise_[i] + (measurement_.expected_noise(top, i, noise_[i]) - noise_[i]) * weight;
-      if (!(R < kLargest)) return false;
-      to[i] = floored_noise(R);
-    }
-    return true;
-  }
-
-  static T uniform(std::uint64_t &state) {  // SplitMix64, mapped to (-1, 1)
-    state += 0x9E3779B97F4A7C15ULL;
-    std::uint64_t x = state;
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
-    x ^= x >> 31;
-    const std::int32_t top = static_cast<std::int32_t>(x >> 40) - (1 << 23);  // 24 bits: exact in float
-    return T(top) * T(1.1920928955078125e-7);
-  }
-
-  Linear<T> layers_[KBT_MAX_LAYERS];
+  Layer<T> layers_[KBT_MAX_LAYERS];
   Relu<T> relu_[KBT_MAX_LAYERS];
-  T *spread_[KBT_MAX_LAYERS];   // Var u before the ReLU, rows x stride
-  T *adjoint_[KBT_MAX_LAYERS];  // (1 + rank) x rows x stride
-  T *cov_[2];                   // covariance in and out of a layer, in turns
-  T *other_z_;                  // z of the first layer, of the forward pass before the latest
-  T *u_;                        // means of a layer's pre-activations, rows x stride
+  T *variances_[KBT_MAX_LAYERS];  // Var u before the ReLU, rows x stride
+  T *adjoint_[KBT_MAX_LAYERS];    // (1 + rank) x rows x stride
+  T *cov_[2];                     // covariance in and out of a layer, in turns
+  T *other_z_;                    // z of the first layer, of the forward pass before the latest
+  T *u_;                          // means of a layer's pre-activations, rows x stride
   T *series_;
-  T *rest_;                 // part of the output covariance that the last layer's weights do not cause, and scratch
-  T *noise_, *call_noise_;  // R of the head, and of one call
+  T *other_cov_;  // part of the output covariance that the last layer's weights do not cause, and scratch
   T *target_;
+  NoiseModel<T> noise_;
   std::int32_t rows_before_;  // predicted_rows before the latest forward pass
-  bool noise_matrix_;
   std::size_t learned_bytes_;
-  typename Linear<T>::Work work_;
+  Work<T> work_;
   Measurement<T> measurement_;
 };
 

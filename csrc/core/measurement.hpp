@@ -1,27 +1,14 @@
-// measurement.hpp - one observation seen from the output: innovation, likelihood, and the adjoint it sends back
-// (METHOD section 3).
+// measurement.hpp - one observation seen from the output: innovation, likelihood, and the adjoint it sends back:
+// method.md §3.
 #pragma once
 
-#include "posterior.hpp"
+#include "moments.hpp"
+#include "noise.hpp"
 #include "softmax.hpp"
 
 namespace kbt {
 
-constexpr double kNoiseFloor = 1e-9;  // R_min: no observation is more certain than this
-constexpr double kSmoothing = 1e-7;   // multinomial: smallest probability an outcome is granted
-constexpr int kAdaptStart = 10;       // adaptive noise: weight of the initial R, in samples
-constexpr int kAdaptWindow = 200;     // adaptive noise: memory, in samples
-
-// R of one row: d_o variances, or a d_o x d_o matrix.
-template <class T>
-struct Noise {
-  const T *values;
-  bool matrix;
-  T at(Index i, Index k, Index n) const {
-    if (matrix) return values[i * n + k];
-    return i == k ? values[i] : T(0);
-  }
-};
+constexpr double kSmoothing = 1e-7;  // multinomial: smallest probability an outcome is granted
 
 // Everything here is over K = rows * d_o numbers, (row, output) with outputs innermost. All three kinds of observation
 // are one linear-Gaussian problem, with a map G per row, an innovation and its noise:
@@ -181,13 +168,14 @@ struct Measurement {
     for (Index i = 0; i < K; ++i) N[i * K + i] = innovation[i];
   }
 
-  // N <- Q = N + B^T rest B: the noise of a measurement of the last layer's weights alone, when `rest` (K x K) is the
-  // part of S_u that does not come from them. A sum of positive terms where I - B^T A S A^T B would cancel.
-  void add_rest(const T *rest, const Adjoint<T> &adjoint, T *scratch) {
+  // N <- Q = N + B^T other_cov B: the noise of a measurement of the last layer's weights alone, when `other_cov` (K x
+  // K) is the part of S_u that does not come from them. A sum of positive terms where I - B^T A S A^T B would cancel.
+  void add_other_cov(const T *other_cov, const Adjoint<T> &adjoint, T *scratch) {
     const Index K = rows * n;
+    if (K == 1) return add_other_number(*other_cov, *adjoint.B(0, 0));
     for (Index k = 0; k < K; ++k) {
       for (Index i = 0; i < K; ++i) scratch[i] = adjoint.B(k, i / n)[i % n];
-      for (Index i = 0; i < K; ++i) scratch[K + i] = dot(rest + i * K, scratch, K);
+      for (Index i = 0; i < K; ++i) scratch[K + i] = dot(other_cov + i * K, scratch, K);
       for (Index l = 0; l < K; ++l) {
         T sum = T(0);
         for (Index i = 0; i < K; ++i) sum += adjoint.B(l, i / n)[i % n] * scratch[K + i];
@@ -196,8 +184,9 @@ struct Measurement {
     }
   }
 
-  // One EM step for diagonal R (METHOD section 3, adaptive): E of the squared noise given the sample, averaged over
-  // rows.
+  void add_other_number(T other_cov, T b) { *N += b * (other_cov * b); }
+
+  // One EM step for diagonal R, (3.4): E of the squared noise given the sample, averaged over rows.
   T expected_noise(const Adjoint<T> &adjoint, Index i, T R) const {
     T sum = T(0);
     for (Index a = 0; a < rows; ++a) {

@@ -1,8 +1,8 @@
-// relu.hpp - moments of max(0, u) for a Gaussian vector u (METHOD section 2).
+// relu.hpp - moments of max(0, u) for a Gaussian vector u: method.md (2.4) to (2.6).
 #pragma once
 
-#include "gaussian.hpp"
-#include "posterior.hpp"
+#include "loops.hpp"
+#include "moments.hpp"
 
 namespace kbt {
 
@@ -16,16 +16,17 @@ struct Relu {
 
   // In: means u (rows x stride) and their covariance. Out: that covariance becomes the one of z, in place, and the
   // means go to z (rows x z_stride, a constant 1 behind each row).
-  void forward(const T *u, const Cov<T> &cov, int order, T *z, Index z_stride, T *series) const {
+  void forward(const Loops<T> &loops, const T *u, const Cov<T> &cov, int order, T *z, Index z_stride, T *series) const {
     if (!cov.dense && cov.rows == 1) {  // no pairs: one run over the units
-      units_forward(u, cov.data, cov.n, z, gates);
+      VectorView<T> var = array(cov.data, cov.n);
+      loops->relu_units(array(u, cov.n), var, z, gates);
       z[cov.n] = T(1);
       return;
     }
     for (Index a = 0; a < cov.rows; ++a) {
       for (Index j = 0; j < cov.n; ++j) {
         T &var = cov.same(a, a, j);
-        const ReluUnit<T> unit = one(u[a * cov.stride + j], var > T(0) ? var : T(0));
+        const ReluUnit<T> unit = one_unit(u[a * cov.stride + j], var);
         z[a * z_stride + j] = unit.mean;
         gates[a * cov.stride + j] = unit.gate;
         var = unit.var;
@@ -41,49 +42,6 @@ struct Relu {
   }
 
  private:
-  // A unit is shut for good where its tail is below 1e-12 (double: 1e-100). It would say nothing, but products of two
-  // such tails are denormal, and one update in the middle of learning would take twice as long as the next.
-  template <class V>
-  static KBT_INLINE ReluUnit<V> audible(const V &mu, const V &var) {
-    const V zero = V{}, edge = zero + (sizeof(T) == sizeof(float) ? T(7.4) : T(21.4));
-    ReluUnit<V> unit = relu_unit<V>(mu, var);
-    unit.mean = unit.alpha < -edge ? zero : unit.mean;
-    unit.var = unit.alpha < -edge ? zero : unit.var;
-    unit.gate = unit.alpha < -edge ? zero : unit.gate;
-    unit.density = unit.alpha < -edge ? zero : unit.alpha > edge ? zero : unit.density;
-    return unit;
-  }
-
-  // Not inlined: both ways of forward share it, and it is large.
-  static ReluUnit<T> one(T mu, T var) { return audible<T>(mu, var); }
-
-  // Where the layer is wide enough to be padded to whole lanes, vector by vector. A unit of the padding has mean and
-  // variance zero and stays so.
-  static void units_forward(const T *u, T *var, Index n, T *z, T *gate) {
-    Index j = 0;
-    if constexpr (kVectors) {
-      constexpr Index kStep = kVectorBytes / sizeof(T);
-      for (; n >= kLanes && j < n; j += kStep) vector_forward<Vector<T>>(u + j, var + j, z + j, gate + j);
-    }
-    for (; j < n; ++j) {
-      const ReluUnit<T> unit = one(u[j], var[j] > T(0) ? var[j] : T(0));
-      z[j] = unit.mean;
-      gate[j] = unit.gate;
-      var[j] = unit.var;
-    }
-  }
-
-  template <class V>
-  static KBT_INLINE void vector_forward(const T *u, T *var, T *z, T *gate) {
-    V mu, spread;
-    std::memcpy(&mu, u, sizeof mu);
-    std::memcpy(&spread, var, sizeof spread);
-    const ReluUnit<V> unit = audible<V>(mu, spread > V{} ? spread : V{});
-    std::memcpy(z, &unit.mean, sizeof mu);
-    std::memcpy(gate, &unit.gate, sizeof mu);
-    std::memcpy(var, &unit.var, sizeof mu);
-  }
-
   static void series_of(const ReluUnit<T> &unit, int order, T *series) {
     series[0] = unit.sigma > std::numeric_limits<T>::min() ? T(1) / unit.sigma : T(0);
     T hermite = T(1), before = T(0), scale = unit.sigma * unit.density;

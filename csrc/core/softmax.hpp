@@ -1,8 +1,8 @@
-// softmax.hpp - Taylor moments of the softmax of one row (METHOD section 2).
+// softmax.hpp - Taylor moments of the softmax of one row: method.md (2.7) to (2.9).
 #pragma once
 
-#include "gaussian.hpp"
-#include "matrix.hpp"
+#include "dense.hpp"
+#include "normal.hpp"
 
 namespace kbt {
 

@@ -10,8 +10,7 @@
 // along with the same weights, so that the band is right at any age and for any mixture of rows.
 #pragma once
 
-#include "gaussian.hpp"
-#include "matrix.hpp"
+#include "normal.hpp"
 
 struct kbt_watch {              // all zero: nothing seen yet
   std::uint64_t seen, offered;  // samples in the average; and all, those that the gate rejected as well
@@ -55,7 +54,7 @@ inline void note_nis(kbt_watch &watch, float nis, Index K) {
 
 // p: rows x n predicted probabilities.
 template <class T>
-__attribute__((noinline)) void note_surprise(kbt_watch &watch, const T *p, Index rows, Index n, T log_likelihood) {
+void note_surprise(kbt_watch &watch, const T *p, Index rows, Index n, T log_likelihood) {
   T entropy = T(0), variance = T(0), third = T(0);
   const auto surprise = [](T x) { return -log_positive(x > T(1e-30) ? x : T(1e-30)); };
   for (Index a = 0; a < rows; ++a, p += n) {

@@ -27,7 +27,7 @@ HEADERS = CSRC / "include"
 INCLUDES = tuple(f"-I{CSRC / folder}" for folder in ("include", "core", "kernels", "abi"))
 TESTS = ROOT / "tests"
 
-# As in CMakeLists.txt: the options on which the same bits depend, and where there is a second engine.
+# As in CMakeLists.txt: the options on which the same bits depend, and where the loops also exist for AVX2.
 _AVX2_DEFINED = ("-DKBT_AVX2",) if platform.machine() == "x86_64" else ()
 CORE_FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti")
 
@@ -79,24 +79,24 @@ def run(*command: object, **options: Any) -> str:
 
 
 def build_core(cxx: str, flags: tuple[str, ...], target: Path, source: str = "abi/kbt.cpp") -> Path:
-    """A file of csrc/ as an object file; abi/kbt.cpp alone is the whole core, without the second engine for AVX2."""
+    """A file of csrc/ as an object file; abi/kbt.cpp alone is the whole core, without the loops for AVX2."""
     run(cxx, *CORE_FLAGS, *flags, "-isystem", eigen(), *INCLUDES, "-c", CSRC / source, "-o", target)
     return target
 
 
 def build_sanitized(folder: Path, *sanitizers: str) -> list[Path]:
-    """All of the core with clang's sanitizers, the second engine included: object files to link programs with."""
+    """All of the core with clang's sanitizers, the loops for AVX2 included: object files to link programs with."""
     clang = compiler("clang")
     assert clang is not None, "ask for clang before"
     flags = ("-O1", "-g", *sanitizers)
-    objects = [folder / f"{source.name}.o" for source in sorted(CSRC.glob("abi/*.c*")) if source.stem != "engine_avx2"]
+    objects = [folder / f"{source.name}.o" for source in sorted(CSRC.glob("abi/*.c*"))]
     for target in objects:
         if target.name.endswith(".c.o"):
             run(clang, "-std=c99", *flags, f"-I{HEADERS}", "-c", CSRC / "abi" / target.stem, "-o", target)
         else:
             build_core(f"{clang}++", (*flags, *_AVX2_DEFINED), target, f"abi/{target.stem}")
     if _AVX2_DEFINED:
-        objects.append(build_core(f"{clang}++", (*flags, "-mavx2"), folder / "avx2.o", "abi/engine_avx2.cpp"))
+        objects.append(build_core(f"{clang}++", (*flags, *_AVX2_DEFINED), folder / "avx2.o", "kernels/avx2.cpp"))
     return objects
 
 

@@ -1,4 +1,4 @@
-"""exp, log and the moments of a rectified Gaussian in csrc/kernels/gaussian.hpp, against 50 digits of mpmath."""
+"""exp, log and the moments of a rectified Gaussian in csrc/kernels/normal.hpp, against 50 digits of mpmath."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import mpmath
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cabi import CORE_FLAGS, CSRC, compiler, run
+from cabi import CORE_FLAGS, INCLUDES, compiler, eigen, run
 
 SOURCE = """
-#include "gaussian.hpp"
+#include "normal.hpp"
 
 template <class T>
 void relu(int n, const T *mu, const T *var, T *out) {
@@ -38,7 +38,7 @@ void log_double(int n, const double *x, double *y) { for (int i = 0; i < n; ++i)
 
 @dataclass
 class Gaussian:
-    """The functions of gaussian.hpp in one precision."""
+    """The functions of normal.hpp in one precision."""
 
     name: str
     dtype: Any
@@ -79,7 +79,7 @@ def gaussian(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("gaussian")
     (folder / "gaussian.cpp").write_text(SOURCE)
-    flags = (*CORE_FLAGS, "-O3", "-fPIC", "-shared", f"-I{CSRC}/kernels")
+    flags = (*CORE_FLAGS, "-O3", "-fPIC", "-shared", "-isystem", str(eigen()), *INCLUDES)
     run(cxx, *flags, folder / "gaussian.cpp", "-o", folder / "gaussian.so")
     ffi, T = cffi.FFI(), request.param
     ffi.cdef(f"""void relu_{T}(int, const {T} *, const {T} *, {T} *);

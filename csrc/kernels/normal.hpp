@@ -1,60 +1,34 @@
-// gaussian.hpp - exp, log and the normal integrals of the ReLU: the same bits on every machine.
+// normal.hpp - exp, log and the normal integrals of the ReLU: the same bits on every machine.
 //
 // The C library's exp and erfc differ in the last bit between platforms, so the core brings its own, built from IEEE
 // additions, multiplications, divisions and square roots only.
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
+#include "lanes.hpp"
 
-#if defined(__FAST_MATH__)
-#error "kbt must not be built with -ffast-math: it promises the same bits on every machine"
-#endif
+namespace kbt::KBT_TARGET {
 
-#define KBT_INLINE inline __attribute__((always_inline))
-
-namespace kbt {
-
-// The functions of one ReLU unit are written once for a number and for a machine's vector of them (V is either), with
-// choices in place of branches: every unit takes the same time, and the same bits come out one by one or side by side.
+// The functions of one ReLU unit are written once for a number and for a Vec (V is either), with selections instead of
+// branches: every unit takes the same time, and a Vec gives the same bits as its numbers one by one.
 template <class T>
-struct Bits;
+struct Bits {
+  using Real = T;
+  using Int = std::conditional_t<sizeof(T) == 4, std::int32_t, std::int64_t>;
+  static constexpr int kMantissa = sizeof(T) == 4 ? 23 : 52;
+  static constexpr Int kBias = sizeof(T) == 4 ? 127 : 1023;
+};
 
+#ifndef EIGEN_DONT_VECTORIZE
 template <>
-struct Bits<float> {
-  using Real = float;
-  using Int = std::int32_t;
-  static constexpr int kMantissa = 23;
-  static constexpr Int kBias = 127;
+struct Bits<Vec<float>> : Bits<float> {
+  using Int = Vec<std::int32_t>;
 };
 
 template <>
-struct Bits<double> {
-  using Real = double;
-  using Int = std::int64_t;
-  static constexpr int kMantissa = 52;
-  static constexpr Int kBias = 1023;
+struct Bits<Vec<double>> : Bits<double> {
+  using Int = Vec<std::int64_t>;
 };
-
-#ifdef __AVX2__
-constexpr int kVectorBytes = 32;
-#else
-constexpr int kVectorBytes = 16;
 #endif
-template <class T>
-using Vector __attribute__((vector_size(kVectorBytes))) = T;
-
-template <>
-struct Bits<Vector<float>> : Bits<float> {
-  using Int = Vector<std::int32_t>;
-};
-
-template <>
-struct Bits<Vector<double>> : Bits<double> {
-  using Int = Vector<std::int64_t>;
-};
 
 template <class V>
 using RealOf = typename Bits<V>::Real;
@@ -65,10 +39,10 @@ constexpr bool kIsNumber = sizeof(V) == sizeof(RealOf<V>);
 
 template <class To, class From>
 KBT_INLINE To converted(const From &x) {
-  if constexpr (sizeof(From) < kVectorBytes) {
-    return static_cast<To>(x);
-  } else {
+  if constexpr (sizeof(From) > sizeof(double)) {
     return __builtin_convertvector(x, To);
+  } else {
+    return static_cast<To>(x);
   }
 }
 template <class V>
@@ -88,11 +62,6 @@ KBT_INLINE V power_of_two(const IntOf<V> &exponent) {  // for exponents of norma
   V value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
-}
-
-template <class T>
-bool is_finite(T x) {
-  return std::fabs(x) <= std::numeric_limits<T>::max();
 }
 
 // ln 2 in two parts: multiples of the first by a small integer are exact.
@@ -146,7 +115,7 @@ T log_positive(T x) {
   return (T(2) * s * sum + T(e) * Ln2<T>::kLow) + T(e) * Ln2<T>::kHigh;
 }
 
-// (t + 2) rho(t) as a polynomial in s = (t - 4)/(t + 4), lowest power first; tools/fit_gaussian.py made the tables.
+// (t + 2) rho(t) as a polynomial in s = (t - 4)/(t + 4), lowest power first; tools/fit_normal.py made the tables.
 template <class T>
 struct RhoTable;
 
@@ -177,19 +146,20 @@ KBT_INLINE V rho(const V &t) {
   using T = RealOf<V>;
   const auto &c = RhoTable<T>::kCoefficients;
   const V s = (t - T(4)) / (t + T(4));
-  V sum = V{};
-  for (int i = static_cast<int>(sizeof c / sizeof c[0]) - 1; i >= 0; --i) sum = sum * s + c[i];
+  constexpr int kLast = static_cast<int>(sizeof c / sizeof c[0]) - 1;
+  V sum = c[kLast] - V{};
+  for (int i = kLast - 1; i >= 0; --i) sum = sum * s + c[i];
   return sum / (t + T(2));
 }
 
-// Moments of z = max(0, u) for u ~ N(mu, var): METHOD section 2.
+// Moments of z = max(0, u) for u ~ N(mu, var): method.md (2.4), (2.5).
 template <class V>
 struct ReluUnit {
   V mean;     // E z
   V var;      // Var z, exact and never negative
   V gate;     // Phi(alpha) = dE z / dmu
   V density;  // phi(alpha)
-  V alpha;    // mu / sigma, held within +-40 where nothing changes any more
+  V alpha;    // mu / sigma, clamped to +-40, beyond which the moments no longer change
   V sigma;
 };
 
@@ -217,4 +187,49 @@ KBT_INLINE ReluUnit<V> relu_unit(const V &mu, const V &var) {
   return z;
 }
 
-}  // namespace kbt
+// A unit whose tail is below 1e-12 (double: 1e-100) is dead: all zero. It has no effect, but the product of two such
+// tails is denormal, and an update would take up to twice as long.
+template <class V>
+KBT_INLINE ReluUnit<V> live_unit(const V &mu, const V &var) {
+  using T = RealOf<V>;
+  const V zero = V{}, edge = zero + (sizeof(T) == sizeof(float) ? T(7.4) : T(21.4));
+  ReluUnit<V> unit = relu_unit<V>(mu, var);
+  unit.mean = unit.alpha < -edge ? zero : unit.mean;
+  unit.var = unit.alpha < -edge ? zero : unit.var;
+  unit.gate = unit.alpha < -edge ? zero : unit.gate;
+  unit.density = unit.alpha < -edge ? zero : unit.alpha > edge ? zero : unit.density;
+  return unit;
+}
+
+// One number at a time. Large, so not inlined.
+template <class T>
+ReluUnit<T> one_unit(T mu, T var) {
+  return live_unit<T>(mu, var > T(0) ? var : T(0));
+}
+
+// Units without correlations: means u and variances in, those of z and the gates out. From eight units on, arrays are
+// padded to whole lanes; a unit of the padding has mean and variance zero, and stays so.
+template <class T>
+void relu_units(const ConstVectorView<T> &u, VectorView<T> &var, T *z, T *gate) {
+  const Index n = u.size();
+  const T *const mean = u.data();
+  T *const variance = var.data();
+  Index j = 0;
+  if constexpr (kVectors) {
+    for (; n >= kLanes && j < n; j += kVecSize<T>) {
+      const Lanes<T, 1> mu = load_any<T, 1>(mean + j), spread = load_any<T, 1>(variance + j);
+      const ReluUnit<Vec<T>> unit = live_unit<Vec<T>>(mu.v, spread.v > Vec<T>{} ? spread.v : Vec<T>{});
+      store(z + j, Lanes<T, 1>{unit.mean});
+      store(gate + j, Lanes<T, 1>{unit.gate});
+      store(variance + j, Lanes<T, 1>{unit.var});
+    }
+  }
+  for (; j < n; ++j) {
+    const ReluUnit<T> unit = one_unit(mean[j], variance[j]);
+    z[j] = unit.mean;
+    gate[j] = unit.gate;
+    variance[j] = unit.var;
+  }
+}
+
+}  // namespace kbt::KBT_TARGET

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Fit the one special function of the core and print its coefficient tables for csrc/kernels/gaussian.hpp.
+"""Fit the one special function of the core and print its coefficient tables for csrc/kernels/normal.hpp.
 
 With G_n(-t) = E[max(0, x - t)^n] for a standard normal x, everything a ReLU needs for t >= 0 follows from the ratio
-rho(t) = G_2(-t) / G_1(-t) without a single subtraction (see gaussian.hpp). rho falls from 1.2533 at 0 towards 2/t, so
+rho(t) = G_2(-t) / G_1(-t) without a single subtraction (see normal.hpp). rho falls from 1.2533 at 0 towards 2/t, so
 (t + 2) rho(t) is smooth and bounded, and in s = (t - 4)/(t + 4) a short polynomial represents it.
 
-Maintainers only: needs mpmath. The output goes into gaussian.hpp by hand.
+Maintainers only: needs mpmath. The output goes into normal.hpp by hand.
 """
 
 from __future__ import annotations

@@ -1,0 +1,34 @@
+// record.hpp - what the C ABI knows of a head without its number type, and one call's sample.
+#pragma once
+
+#include "kbt.h"
+#include "watch.hpp"
+
+struct kbt_sample;
+
+// Called after every change of a head: the flight recorder (abi/recorder.cpp).
+struct kbt_tap {
+  void (*learned)(kbt_tap *self, const kbt_sample &sample, std::int32_t rows, kbt_status status, double nis);
+  void (*set_noise)(kbt_tap *self, const void *noise, std::int32_t count);
+  void (*replaced)(kbt_tap *self);  // the whole state: a prior, means, or a blob
+};
+
+struct kbt_head {
+  kbt_config cfg;
+  kbt_counters counters;
+  std::uint64_t samples;
+  std::int32_t predicted_rows;  // rows whose forward pass is in the scratch, waiting to be observed
+  kbt_watch watch;
+  kbt_tap *tap;  // null: no recorder
+};
+
+// One sample as a caller of the C ABI gives it.
+struct kbt_sample {
+  bool predicted;  // learn at the rows of the latest prediction, not at h
+  const void *h;   // rows x d
+  std::int32_t rows;
+  const void *y;               // rows x d_o, or null with
+  const std::int32_t *labels;  // one per row
+  const void *noise;           // noise_count numbers, or null for the head's own
+  std::int32_t noise_count;
+};

@@ -1,0 +1,250 @@
+// lane_ud.hpp - the loops over LaneUD, eight neurons side by side: projection, sums, and the rank-one step.
+// method.md (5.2) to (5.4)
+//
+// All sums run in the order of the source, whatever the vector width of the machine.
+#pragma once
+
+#include "algebra.hpp"
+#include "both_ud.hpp"
+
+namespace kbt::KBT_TARGET {
+
+// f = U^T z for P neighbouring factors with one z. Four rows of U share each f_q, and the factors share z.
+template <int P, class T>
+KBT_INLINE void project_sets(const LaneUD<T> &first, Index set, const T *z, T *f_first) {
+  constexpr Index W = kLanes;
+  const Index M = first.M, length = M * W;
+  const T *row[P];
+  T *f[P];
+  for (int j = 0; j < P; ++j) {
+    row[j] = first.u + (set + j) * LaneUD<T>::u_count(M);
+    f[j] = f_first + j * length;
+  }
+  for (Index q = 0; q < M; ++q) {
+    const Lanes<T> zq = constant(z[q]);
+    for (Index l = 0; l < W; l += kWidth) {
+      KBT_UNROLL_ALL
+      for (int j = 0; j < P; ++j) store(f[j] + q * W + l, zq);
+    }
+  }
+  Index p = 0;
+  for (; kVectors && p + 4 < M; p += 4) {
+    const Index count = (M - p - 4) * W;
+    const Lanes<T> z0 = constant(z[p]), z1 = constant(z[p + 1]), z2 = constant(z[p + 2]), z3 = constant(z[p + 3]);
+    KBT_UNROLL_ALL
+    for (int j = 0; j < P; ++j) {
+      const T *const r0 = row[j] + 3 * W, *const r1 = r0 + count + 2 * W;
+      const T *const r2 = r1 + count + W, *const r3 = r2 + count;
+      T *const t = f[j] + 4 * W;
+      store(t - 3 * W, load(t - 3 * W) + load(r0 - 3 * W) * z0);
+      store(t - 2 * W, (load(t - 2 * W) + load(r0 - 2 * W) * z0) + load(r1 - 2 * W) * z1);
+      store(t - W, ((load(t - W) + load(r0 - W) * z0) + load(r1 - W) * z1) + load(r2 - W) * z2);
+      KBT_UNROLL
+      for (Index i = 0; i < count; i += W) {
+        const Lanes<T> two = (load(t + i) + load(r0 + i) * z0) + load(r1 + i) * z1;
+        store(t + i, (two + load(r2 + i) * z2) + load(r3 + i) * z3);
+      }
+      row[j] = r3 + count;
+      f[j] = t;
+    }
+  }
+  for (; p < M; ++p) {
+    const Lanes<T> zp = constant(z[p]);
+    for (int j = 0; j < P; ++j) {
+      f[j] += W;
+      const Index count = (M - p - 1) * W;
+      for (Index i = 0; i < count; i += kWidth, row[j] += kWidth) store(f[j] + i, load(f[j] + i) + load(row[j]) * zp);
+    }
+  }
+}
+
+// For all factors: f = U^T z and out = f^T D f, the variance of each neuron at z.
+template <class T>
+void project_lanes(const LaneUD<T> &first, Index blocks, const T *z, T *f, Index f_stride) {
+  Index b = 0;
+  for (; kSets > 1 && b + kSets <= blocks && f_stride == first.M * kLanes; b += kSets) {
+    project_sets<kSets>(first, b, z, f + b * f_stride);
+  }
+  for (; b < blocks; ++b) project_sets<1>(first, b, z, f + b * f_stride);
+}
+
+// f^T D g of one factor
+template <class T>
+void weigh_lanes(const LaneUD<T> &s, const T *f, const T *g, T *out) {
+  for (Index l = 0; l < kLanes; l += kWidth) {
+    Lanes<T> sum = constant(T(0));
+    KBT_UNROLL
+    for (Index i = l; i < s.M * kLanes; i += kLanes) sum = sum + load(f + i) * load(s.d + i) * load(g + i);
+    store(out + l, sum);
+  }
+}
+
+// f = U^T z and var = f^T D f of every block, for a sample of one row; out += var.
+template <class T>
+void forward_lanes(const LaneUD<T> &first, Index blocks, const T *z, T *f, T *var, T *out) {
+  const Index length = first.M * kLanes;
+  project_lanes(first, blocks, z, f, length);
+  LaneUD<T> s = first;
+  for (Index b = 0; b < blocks; ++b, f += length, s.d += length, var += kLanes, out += kLanes) {
+    weigh_lanes(s, f, f, var);
+    for (Index l = 0; l < kLanes; l += kWidth) store(out + l, load(out + l) + load(var + l));
+  }
+}
+
+// b = U D f, which is S a for f = U^T a.
+template <class T>
+void gain_lanes(const LaneUD<T> &s, const T *f, T *b) {
+  for (Index l = 0; l < kLanes; l += kWidth) {
+    const T *row = s.u + l, *const d = s.d + l, *const fl = f + l;
+    for (Index p = 0; p < s.M; ++p) {
+      Lanes<T> sum = load(d + p * kLanes) * load(fl + p * kLanes);
+      for (Index q = p + 1; q < s.M; ++q, row += kLanes) {
+        sum = sum + load(row) * (load(d + q * kLanes) * load(fl + q * kLanes));
+      }
+      store(b + p * kLanes + l, sum);
+    }
+  }
+}
+
+// sum_p S_pp c_p over the first c.size() weights, for a c shared by all lanes: sum_p c_p (D_p + sum_q U_pq^2 D_q)
+template <class T>
+void diagonal_times_lanes(const LaneUD<T> &s, const ConstVectorView<T> &c, T *, T *out) {
+  for (Index l = 0; l < kLanes; l += kWidth) {
+    const T *row = s.u + l, *const d = s.d + l;
+    Lanes<T> sum = constant(T(0));
+    for (Index p = 0; p < c.size(); ++p) {
+      Lanes<T> inner = load(d + p * kLanes);
+      for (Index q = p + 1; q < s.M; ++q, row += kLanes) inner = inner + load(row) * load(row) * load(d + q * kLanes);
+      sum = sum + inner * constant(c.data()[p]);
+    }
+    store(out + l, sum);
+  }
+}
+
+// (5.3) for lanes l.. of one factor: v = D f, k_q = -lambda f_q / alpha_{q-1}, D_q <- D_q alpha_{q-1} / alpha_q, for
+// lambda > 0 and alpha_0 = share.
+template <class T>
+KBT_INLINE void scale_lanes(const LaneUD<T> &s, Index l, const T *f, const Lanes<T> &lambda, const Lanes<T> &share,
+                            const Step<T, kLanes> &step) {
+  const Lanes<T> one = constant(T(1)), minus_lambda = -lambda;
+  const Index k_from_v = step.k - step.v;
+  Lanes<T> before = share, inverse = one / before;
+  T *v = step.v + l;
+  for (Index i = l; i < s.M * kLanes; i += kLanes, v += step.stride) {
+    const Lanes<T> fi = load(f + i), di = load(s.d + i), vi = di * fi, lf = minus_lambda * fi;
+    const Lanes<T> after = before - lf * vi;
+    store(v, vi);
+    store(v + k_from_v, lf * inverse);
+    inverse = one / after;
+    store(s.d + i, di * (before / after));  // not before * inverse: over 10^6 steps that rounding adds up
+    before = after;
+  }
+}
+
+// (5.4) for P neighbouring factors at once, because one alone would wait for its own sum b_p:
+//   U_pq <- U_pq + k_q b_p,  b_p <- b_p + (old U_pq) v_q  for q = p+1, p+2, ..., starting from b_p = v_p.
+// to_p = b_p = (S a)_p, or with kMean, to_p += b_p r.
+template <int P, bool kMean, class T>
+KBT_INLINE void pass_lanes(const LaneUD<T> &first, Index set, const T *v_first, const T *r, T *to, Index to_stride) {
+  constexpr Index W = kLanes, kRun = 2 * P * W;
+  for (Index l = 0; l < kLanes; l += kWidth) {
+    const T *v = v_first + l;
+    T *row[P];
+    Lanes<T> rate[P];
+    for (int j = 0; j < P; ++j) {
+      row[j] = first.u + (set + j) * LaneUD<T>::u_count(first.M) + l;
+      rate[j] = kMean ? load_any(r + j * W + l) : constant(T(0));
+    }
+    for (Index p = 0; p < first.M; ++p) {
+      Lanes<T> b[P];
+      KBT_UNROLL_ALL
+      for (int j = 0; j < P; ++j) b[j] = load(v + j * W);
+      v += kRun;
+      const T *vq = v;
+      const Index count = (first.M - p - 1) * W;
+      KBT_UNROLL
+      for (Index i = 0; i < count; i += W, vq += kRun) {
+        KBT_UNROLL_ALL
+        for (int j = 0; j < P; ++j) {
+          const Lanes<T> old = load(row[j] + i);
+          store(row[j] + i, load(vq + (P + j) * W) * b[j] + old);
+          b[j] = b[j] + old * load(vq + j * W);
+        }
+      }
+      KBT_UNROLL_ALL
+      for (int j = 0; j < P; ++j) {
+        T *const target = to + p * to_stride + j * W + l;
+        row[j] += count;
+        store(target, kMean ? load(target) + b[j] * rate[j] : b[j]);
+      }
+    }
+  }
+}
+
+// One step on one factor; the gain S a of the old S is left in the scratch.
+template <class T>
+void rank_one_lanes(const LaneUD<T> &s, const T *f, const T *lambda, const T *share, bool may_grow, T *memory) {
+  const Step<T, kLanes> step(memory, s.M);
+  if (may_grow) {
+    scale_with_growth(s, f, lambda, share, step);
+  } else {
+    for (Index l = 0; l < kLanes; l += kWidth) {
+      scale_lanes(s, l, f, load_any(lambda + l), load_any(share + l), step);
+    }
+  }
+  pass_lanes<1, false>(s, 0, step.v, f, step.gain, kLanes);
+}
+
+// lambda = sum_k sign_k B_k^2 of the neurons from j on.
+template <class T>
+KBT_INLINE Lanes<T> lambda_of(const RowUpdate<T> &row, Index j) {
+  Lanes<T> sum = constant(T(0));
+  for (Index k = 0; k < row.B.rows(); ++k) {
+    const Lanes<T> Bk = load(row.B.data() + k * row.B.outerStride() + j);
+    sum = sum + constant(row.signs[k]) * Bk * Bk;
+  }
+  return sum;
+}
+
+template <int P, class T>
+KBT_INLINE void update_sets(const LaneUD<T> &first, Index set, const RowUpdate<T> &row, Lanes<T> &floored) {
+  const Index M = first.M, length = M * kLanes;
+  for (int i = 0; i < P; ++i) {
+    const LaneUD<T> s{M, first.d + (set + i) * length, nullptr};
+    const Step<T, kLanes> step(row.memory, M, i, P);
+    const T *const f = row.f + (set + i) * length;
+    alignas(32) T lambdas[kLanes], shares[kLanes];
+    for (Index l = 0; l < kLanes; l += kWidth) {
+      const Index j = (set + i) * kLanes + l;
+      const Lanes<T> lambda = lambda_of(row, j);
+      Lanes<T> share = row.share != nullptr ? load(row.share + j) : constant(T(1)) - lambda * load(row.variance + j);
+      share = at_least(share, row.least, floored);
+      if (!row.may_grow) scale_lanes(s, l, f, lambda, share, step);
+      if (row.may_grow) store(lambdas + l, lambda), store(shares + l, share);
+    }
+    if (row.may_grow) scale_with_growth(s, f, lambdas, shares, step);
+  }
+  const Index j = set * kLanes;
+  pass_lanes<P, true>(first, set, Step<T, kLanes>(row.memory, M, 0, P).v, row.r + j, row.mean + j, row.stride);
+}
+
+// One row: a step on each of the factors, and mean += S a r. Returns how many shares were floored.
+template <class T>
+int update_lanes(const LaneUD<T> &first, Index blocks, const RowUpdate<T> &row) {
+  Lanes<T> floored = constant(T(0));
+  Index b = 0;
+  for (; kSets > 1 && b + kSets <= blocks; b += kSets) update_sets<kSets>(first, b, row, floored);
+  for (; b < blocks; ++b) update_sets<1>(first, b, row, floored);
+  return static_cast<int>(sum_of_lanes(floored));
+}
+
+// y += a x lane by lane
+template <class T>
+void add_lanes(Index M, T *y, const T *a, const T *x) {
+  for (Index l = 0; l < kLanes; l += kWidth) {
+    const Lanes<T> al = load_any(a + l);
+    for (Index i = l; i < M * kLanes; i += kLanes) store(y + i, load(y + i) + load(x + i) * al);
+  }
+}
+
+}  // namespace kbt::KBT_TARGET
