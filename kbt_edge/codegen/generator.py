@@ -34,8 +34,9 @@ from kbt_edge._version import __version__
 from kbt_edge.bundle import BundleInput
 from kbt_edge.codegen import manifest as manifests
 from kbt_edge.codegen import toolchain
-from kbt_edge.model import Model, log_scale_of
+from kbt_edge.model import Model
 from kbt_edge.onnxfile import read_onnx
+from kbt_edge.scaling import log_scale_of
 from kbt_edge.trunk import TensorSpec
 from kbt_edge.trunk.build import try_out
 from kbt_edge.trunk.source import CArray, trunk_source

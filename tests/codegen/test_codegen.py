@@ -157,7 +157,7 @@ def test_c_of_an_older_format_is_not_loaded_but_replaced(folder: Path, tmp_path:
     assert [path.name for path in old.rglob("*") if path.is_file()] == ["codegen.json"]
 
 
-def test_a_refused_call_teaches_nothing(policy: Generated) -> None:
+def test_a_rejected_call_teaches_nothing(policy: Generated) -> None:
     before = policy.to_bytes()
     with pytest.raises(RangeError):
         policy.observe(1.0)  # nothing was predicted
@@ -174,7 +174,7 @@ def test_a_refused_call_teaches_nothing(policy: Generated) -> None:
     assert policy.observe(1.0).status == "ok"  # the prediction was still there
 
 
-def test_a_target_that_uses_the_policy_while_it_is_converted_is_refused(policy: Generated) -> None:
+def test_a_target_that_uses_the_policy_while_it_is_converted_is_rejected(policy: Generated) -> None:
     class Calling:
         def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
             policy.predict([9.0, 0.0, 0.0, 0.0])
@@ -362,7 +362,7 @@ def headers(compiler: str) -> set[str]:
 
 @pytest.mark.parametrize("compiler", ["cc", "arm-none-eabi-gcc"])
 @pytest.mark.slow("compiles a policy for every header")
-def test_a_policy_that_is_called_like_a_header_compiles_or_is_refused(
+def test_a_policy_that_is_called_like_a_header_compiles_or_is_rejected(
     compiler: str, folder: Path, tmp_path: Path
 ) -> None:
     if shutil.which(compiler) is None:
