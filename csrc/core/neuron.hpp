@@ -33,7 +33,7 @@ struct Neurons {
       const UD<T, W> s = factor(layer.w, g);
       for (Index a = 0; a < in.rows; ++a) {
         for (Index b = 0; b <= a; ++b) {
-          T x[W];
+          alignas(16) T x[W];
           if (in.dense) {
             loops(layer).trace_times(s, in.block(a, b), work.vector, x);
           } else {
