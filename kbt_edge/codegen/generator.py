@@ -29,7 +29,6 @@ import numpy as np
 
 from kbt_edge import _core
 from kbt_edge import bundle as bundles
-from kbt_edge._templates import rendered
 from kbt_edge._version import __version__
 from kbt_edge.bundle import BundleInput
 from kbt_edge.codegen import manifest as manifests
@@ -157,4 +156,16 @@ def _network(name: str, model: Model) -> str:
 
 
 def _rendered(template: str, values: Mapping[str, Any]) -> bytes:
-    return rendered(Path(__file__).parent / "templates" / f"{template}.j2", values).encode("ascii")
+    """A template of this package with ``values`` filled in."""
+    import jinja2  # here, so that load_generated works without it
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["hex"] = float.hex  # every bit of a double
+    environment.filters["byte"] = "0x{:02x}".format
+    return environment.get_template(f"{template}.j2").render(values).encode("ascii")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final
 
 from kbt_edge import _generate
-from kbt_edge._templates import rendered
 from kbt_edge.errors import BackendError, UnfitError
 from kbt_edge.onnxfile import OnnxModel, token_lookups
 
@@ -30,7 +29,6 @@ __all__ = [
 ]
 
 GENERATOR: Final = "emx-onnx-cgen"
-TEMPLATES: Final = Path(__file__).parent / "templates"
 MAX_FILE: Final = 2**24
 MAX_NODES: Final = 5000
 GENERATE_SECONDS: Final = 600
@@ -76,10 +74,6 @@ class CArray:
     shape: tuple[int, ...]
     c_type: str  # "float" or "int64_t"
     limit: int | None = None
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.shape)
 
 
 def _check_size(data: bytes, model: OnnxModel) -> None:
@@ -148,13 +142,65 @@ def generate_c(data: bytes, model: OnnxModel, name: str = "trunk", templates: Pa
 
 def run_function(inputs: Sequence[CArray], output: CArray, network: str = "trunk") -> str:
     """``kbt_trunk_run``: 0, or 1 for an input value that is not finite or not a token, 2 for such an output value."""
-    values = {"inputs": inputs, "output": output, "network": network, "signature": CDEF.rstrip(";")}
-    return rendered(TEMPLATES / "run.c.j2", values)
+    checks, arguments = [], []
+    for i, array in enumerate(inputs):
+        if array.c_type == "float":
+            reject = "!isfinite(v[i])"
+        elif array.limit is not None:
+            reject = f"v[i] < 0 || v[i] >= {array.limit}"
+        else:
+            reject = ""
+        if reject:
+            loop = f"for (long i = 0; i < {math.prod(array.shape)}; ++i) if ({reject}) return 1;"
+            checks.append(f"    {{ const {array.c_type} *v = inputs[{i}]; {loop} }}")
+        rest = "".join(f"[{length}]" for length in array.shape[1:])
+        pointer = f"const {array.c_type} (*){rest}" if rest else f"const {array.c_type} *"
+        arguments.append(f"({pointer})inputs[{i}]")
+    shape = "".join(f"[{length}]" for length in output.shape)
+    return "\n".join(
+        [
+            "#include <math.h>",
+            "#include <stdint.h>",
+            "#include <string.h>",
+            '__attribute__((visibility("default")))',
+            CDEF.rstrip(";") + " {",
+            *checks,
+            f"    float h{shape};",
+            f"    {network}({', '.join(arguments)}, h);",
+            f"    {{ const float *v = (const float *)h; for (long i = 0; i < {math.prod(output.shape)}; ++i)"
+            " if (!isfinite(v[i])) return 2; }",
+            "    memcpy(output, h, sizeof h);",
+            "    return 0;",
+            "}",
+            "",
+        ]
+    )
 
 
 def trial_program(inputs: Sequence[CArray], output: CArray) -> str:
-    """``main`` for the first run of ``kbt_trunk_run``."""
-    return rendered(TEMPLATES / "trial.c.j2", {"inputs": inputs, "output": output})
+    """``main`` for the first run: buffers of exactly their size, filled with zeros, ones or last ids, and numbers."""
+    lines = ["#include <stdlib.h>", "int main(void) {", "  for (int round = 0; round < 3; ++round) {"]
+    for i, array in enumerate(inputs):
+        count = math.prod(array.shape)
+        value = f"(k * 7 + {i}) % {array.limit or 5}" if array.c_type == "int64_t" else "(float)(k % 13 - 6) / 4"
+        last = f"{array.limit - 1}" if array.limit is not None else "1"
+        lines += [
+            f"    {array.c_type} *x{i} = malloc({count} * sizeof *x{i});",
+            f"    for (long k = 0; k < {count}; ++k) x{i}[k] = round == 0 ? 0 : round == 1 ? {last} : {value};",
+        ]
+    pointers = ", ".join(f"x{i}" for i in range(len(inputs)))
+    lines += [
+        f"    const void *inputs[] = {{{pointers}}};",
+        f"    float *h = malloc({math.prod(output.shape)} * sizeof *h);",
+        "    (void)kbt_trunk_run(inputs, h);",
+        *(f"    free(x{i});" for i in range(len(inputs))),
+        "    free(h);",
+        "  }",
+        "  return 0;",
+        "}",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def generator_version() -> str:
