@@ -606,6 +606,7 @@ def test_a_benchmark_from_end_to_end(
     assert "<script" not in page
 
 
+@pytest.mark.slow("takes seconds")
 def test_a_benchmark_without_matplotlib_says_so(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -259,6 +259,7 @@ def test_a_negative_seed_is_rejected(capsys: pytest.CaptureFixture[str]) -> None
         tokens.stream(tokens.STUDY, -1, 5)
 
 
+@pytest.mark.slow("takes seconds")
 def test_the_study_needs_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; from kbt_edge.studies import tokens; tokens.Model.load('tokens')"
     subprocess.run([sys.executable, "-c", code], check=True)

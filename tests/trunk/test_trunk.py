@@ -211,6 +211,7 @@ def test_it_describes_itself(open_trunk: Callable[[Any], Trunk], backend: str) -
     assert "x (1, 4) float32 -> (1, 3)" in repr(trunk)
 
 
+@pytest.mark.slow("takes seconds")
 @needs_build
 @pytest.mark.long("compiles trunks, which takes long under emulation")
 def test_trunks_of_one_library_run_in_several_threads(cache: Path) -> None:
