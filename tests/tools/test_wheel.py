@@ -68,6 +68,8 @@ def check_names(wheel: Wheel) -> None:
 
 def check_contents(wheel: Wheel) -> None:
     assert set(EXPECTED) <= set(wheel.files)
+    package = [path for path in (ROOT / "kbt_edge").rglob("*") if path.is_file() and path.suffix not in (".pyc", ".so")]
+    assert {path.relative_to(ROOT).as_posix() for path in package} <= set(wheel.files)  # no file is left out
     strangers = [
         name for name in wheel.files if not name.startswith(("kbt_edge/", f"kbt_edge-{wheel.version}.dist-info/"))
     ]
