@@ -32,7 +32,7 @@ struct LayerParts {
 template <class T>
 struct Work {
   T *vector;  // forward: diag(S), or columns of U; update: gain of the mean
-  T *inner;   // forward: products with the input covariance; update: lambda and shares
+  T *inner;   // forward: products with the input covariance; update: shares
   T *step;    // rank-one steps
   T *H;       // joint updates: the measurement rows in U coordinates
   T *Q;       // joint updates: their noise

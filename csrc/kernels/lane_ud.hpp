@@ -58,7 +58,7 @@ KBT_INLINE void project_sets(const LaneUD<T> &first, Index set, const T *z, T *f
   }
 }
 
-// For all factors: f = U^T z and out = f^T D f, the variance of each neuron at z.
+// f = U^T z for all factors, whose f are f_stride apart.
 template <class T>
 void project_lanes(const LaneUD<T> &first, Index blocks, const T *z, T *f, Index f_stride) {
   Index b = 0;
