@@ -150,10 +150,12 @@ def motor(learners: dict[str, Make], sizes: Sizes) -> Rows:
         row |= {"seen after s": (seen[0] - n // 2 + 1) / 200 if seen else None, "changes": len(at)}
         yield row | {"verdicts/min": verdicts / minutes if hasattr(learner, "head") else None}
     for name, make in learners.items():
+        learner = make(*start)
+        if reported(learner) is None and name != "RLS 1":
+            continue  # has no alarms
         each = [drive(make(*start), *motor_log(seed, sizes.seconds, False)) for seed in range(1, 1 + sizes.logs)]
-        yield {"case": f"{sizes.logs} logs, no change", "learner": name,
-               "last half A": mean_square([float(e) for errors, _, _ in each for e in errors[n // 2 :]]),
-               "changes": sum(len(at) for _, at, _ in each),
-               "verdicts/min": sum(v for _, _, v in each) / minutes / sizes.logs}  # fmt: skip
-        if reported(make(*start)) is None:
-            break
+        row = {"case": f"no change, {sizes.logs} logs", "learner": name}
+        row["last half A"] = mean_square([float(e) for errors, _, _ in each for e in errors[n // 2 :]])
+        row["changes"] = sum(len(at) for _, at, _ in each)
+        flips = sum(verdicts for _, _, verdicts in each) / minutes / sizes.logs
+        yield row | {"verdicts/min": flips if hasattr(learner, "head") else None}

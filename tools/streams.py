@@ -47,6 +47,7 @@ Scores = dict[str, float]
 def scores(stream: stream_data.Stream, factory: Factory) -> Scores:
     """Predict, then learn, sample by sample."""
     X, Y, kind = stream
+    factory(1, 2)  # imports what it needs before the clock runs
     began = time.process_time()
     found = classes(X, Y, factory) if kind == "classification" else numbers(X, Y, factory)
     return found | {"us": (time.process_time() - began) / len(X) * 1e6}
