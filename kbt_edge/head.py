@@ -15,7 +15,7 @@ from kbt_edge._files import read_bounded, write_atomic
 from kbt_edge._samples import must_be_latest, raise_rejection, rows_of_h, sample_noise, targets
 from kbt_edge._status import blob_error
 from kbt_edge.errors import BundleError, DtypeError, KbtError, RangeError, ShapeError
-from kbt_edge.results import Counters, Health, Layer, Prediction, Update
+from kbt_edge.results import Change, Counters, Health, Layer, Prediction, Update
 from kbt_edge.settings import (
     COVARIANCES,
     DEFAULTS,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kbt_edge._core import Core
     from kbt_edge.reader import Reader
 
-__all__ = ["Counters", "Head", "Health", "Layer", "Prediction", "Update"]
+__all__ = ["Change", "Counters", "Head", "Health", "Layer", "Prediction", "Update"]
 
 _MAX_STATE_BYTES = 1 << 31
 _MAX_MEMORY = 1 << 30
@@ -222,6 +222,46 @@ class Head:
         return Health(_core.VERDICTS[found[0]], *found[1:], self.counters)
 
     @property
+    def belief(self) -> dict[str, float]:
+        """What the head thinks of the plant: the weight of each member. Only "still" without members."""
+        weights = self._core.belief()
+        if not self._watchful:
+            return {_core.MEMBERS[0]: 1.0}
+        return dict(zip(_core.MEMBERS, weights, strict=True))
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """The latest changes of the plant that the head has noticed, at most 16, oldest first. Not saved."""
+        return tuple(
+            Change(sample, noticed, evidence, _core.CHANGES[kind])  # type: ignore[arg-type]
+            for sample, noticed, evidence, kind in self._core.changes()
+        )
+
+    def suppose_changed(self) -> None:
+        """Tell the head that the plant has changed (a tool was swapped): it begins anew from the readout.
+
+        What it had learned is kept in case the plant goes back.
+        """
+        self._only_watchful("suppose_changed", self._core.suppose_changed())
+
+    def reset(self) -> None:
+        """Forget all that was learned: the head is the readout again."""
+        self._only_watchful("reset", self._core.reset())
+
+    @property
+    def _watchful(self) -> bool:
+        return self._core.config.drift < 0
+
+    def _only_watchful(self, verb: str, status: int) -> None:
+        if status == _core.E_CONFIG:
+            raise RangeError(
+                f"{verb}: expected a head with drift='auto', which keeps its readout, got one filter; "
+                "make a new Head instead",
+                status,
+            )
+        self._must(status)
+
+    @property
     def config(self) -> dict[str, Any]:
         """The settings, as the keywords of ``Head``."""
         return described(self._core.config)
@@ -230,7 +270,7 @@ class Head:
         c = self.config
         shape = "→".join(str(n) for n in c["widths"])
         return (
-            f"Head({shape}, {c['output']}, {c['covariance']}, {c['dtype']}, {c['rule']}; "
+            f"Head({shape}, {c['output']}, {'watchful' if self._watchful else c['covariance']}, {c['dtype']}, {c['rule']}; "
             f"{self.samples} samples, {self.nbytes / 1024:.1f} KiB)"
         )
 

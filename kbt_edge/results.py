@@ -8,7 +8,7 @@ import numpy as np
 
 from kbt_edge._arrays import Array
 
-__all__ = ["Counters", "Health", "Layer", "Prediction", "Update", "Verdict"]
+__all__ = ["Change", "Counters", "Health", "Layer", "Prediction", "Update", "Verdict"]
 
 # For type checkers. The core has the names (``_core.VERDICTS``).
 Verdict = Literal["too few samples", "consistent", "overconfident", "underconfident", "diverging", "no band"]
@@ -57,6 +57,21 @@ class Update(NamedTuple):
     """Normalised innovation squared. Its mean is rows * d_o for a consistent gaussian head."""
     log_likelihood: float
     """Log predictive density (gaussian) or log probability (softmax) of the sample."""
+    changed: bool
+    """Whether the head has just noticed that the plant has changed, or gone back; ``head.changes`` says more."""
+
+
+class Change(NamedTuple):
+    """A change of the plant that the head has noticed."""
+
+    sample: int
+    """Where the plant changed, as the head sees it: the number of samples learned before."""
+    noticed: int
+    """The number of samples when the head was sure."""
+    evidence: float
+    """Nats by which the changed plant explains the samples better; 0 if ``suppose_changed`` said so."""
+    kind: Literal["changed", "returned"]
+    """``"returned"``: the plant is as it was before the change before."""
 
 
 class Counters(NamedTuple):

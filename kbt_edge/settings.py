@@ -43,7 +43,7 @@ Dtype = Literal["float32", "float64"]
 Output = Literal["gaussian", "softmax"]
 Covariance = Literal["full", "neuron", "diagonal"]
 Rule = Literal["fuse", "replace"]
-Noise = Literal["constant", "adaptive", "multinomial"]
+Noise = Literal["constant", "adaptive", "multinomial", "full"]
 DTYPES: Final = _core.DTYPES
 OUTPUTS: Final = _core.OUTPUTS
 COVARIANCES: Final = _core.COVARIANCES
@@ -62,6 +62,7 @@ class HeadSettings(TypedDict, total=False):
     noise: Noise | None
     forgetting: float
     gate: float | None
+    drift: float | Literal["auto"]
     max_rows: int
     dtype: npt.DTypeLike
     relu_order: int
@@ -78,6 +79,7 @@ DEFAULTS: Final[HeadSettings] = {
     "noise": None,
     "forgetting": 1.0,
     "gate": None,
+    "drift": "auto",
     "max_rows": 1,
     "dtype": "float32",
     "relu_order": 2,
@@ -85,13 +87,8 @@ DEFAULTS: Final[HeadSettings] = {
     "input_var": 0.0,
 }
 
-# Variances where None is given (docs/study.md has the figures). h of a transformer varies by 0.3 to 1 along the few
-# directions that matter, and outputs are scaled to order one: a new readout needs weights of 1/0.3, variance 10. A few
-# units of its logits settle a softmax, |h|² var ≈ 2 with var = 0.1. Copies of h in hidden layers must stay far below
-# the signal. Noise starts at 10 % of the output.
-_READOUT_VAR: Final = {"gaussian": 10.0, "softmax": 0.1}  # last layer
-_COPIES_VAR: Final = 1e-6  # layers below
-_NOISE_VAR: Final = 1e-2
+_NOISE_VAR: Final = 1e-2  # noise starts at 10 % of an output of order one
+_DRIFT_AUTO: Final = -1.0
 
 # What the core accepts, for error messages.
 _ACCEPTED: Final = {
@@ -103,6 +100,7 @@ _ACCEPTED: Final = {
     "input_var": "0..1e+12",
     "forgetting": "0.001..1",
     "gate": "a positive number, or None",
+    "drift": "'auto', or 0..1e+06",
 }
 
 
@@ -128,16 +126,20 @@ def make_config(widths: list[int], settings: HeadSettings) -> tuple[_core.Config
     config.softmax_order = _int32("softmax_order", given["softmax_order"])
     config.max_rows = _int32("max_rows", given["max_rows"])
     prior_var = given["prior_var"]
-    if prior_var is None:
-        prior_var = [_COPIES_VAR] * (layers - 1) + [_READOUT_VAR[output]]
-    config.prior_var = _per_layer("prior_var", prior_var, layers)
+    config.prior_var = [0.0] * layers if prior_var is None else _positive(_per_layer("prior_var", prior_var, layers))
     config.input_var = _number("input_var", given["input_var"])
     config.forgetting = _number("forgetting", given["forgetting"])
     gate = given["gate"]
     config.gate = 0.0 if gate is None else _number("gate", gate) or -1.0  # the core reads 0 as None
+    drift = given["drift"]
+    if isinstance(drift, str) and drift != "auto":
+        raise RangeError(f"drift: expected 'auto' or a number >= 0, got {drift!r}")
+    config.drift = _DRIFT_AUTO if drift == "auto" else abs(_number("drift", drift)) * (-2.0 if drift < 0 else 1.0)
     noise_var = _NOISE_VAR if given["noise_var"] is None else given["noise_var"]
     _check(config, given)
     variances = noise_array("noise_var", noise_var, config)
+    if drift == "auto" and variances.ndim == 2:  # members know variances only
+        config.drift = 0.0
     config.noise_var = float(variances.flat[0]) if variances.size == 1 else 0.0
     _check(config, given)
     return config, variances
@@ -147,7 +149,7 @@ def described(config: _core.Config) -> dict[str, Any]:
     """A configuration as the keywords of ``Head`` spell it, with ``widths`` instead of ``hidden``."""
     return {
         "widths": tuple(config.widths),
-        "prior_var": tuple(config.prior_var),
+        "prior_var": tuple(config.prior_var) if any(config.prior_var) else None,
         "noise_var": config.noise_var,
         "output": OUTPUTS[config.output],
         "covariance": COVARIANCES[config.covariance],
@@ -158,6 +160,7 @@ def described(config: _core.Config) -> dict[str, Any]:
         "input_var": config.input_var,
         "forgetting": config.forgetting,
         "gate": config.gate if config.gate > 0 else None,
+        "drift": "auto" if config.drift < 0 else config.drift,
         "max_rows": config.max_rows,
         "dtype": DTYPES[config.dtype],
     }
@@ -201,6 +204,8 @@ def _check(config: _core.Config, given: HeadSettings) -> None:
         message = "rule: expected 'fuse' for a softmax, where 'replace' soon diverges, got 'replace'"
     elif field == "noise" and NOISES[config.noise] == "adaptive":
         message = f"noise: expected output 'gaussian' and rule 'fuse' for 'adaptive', got {output!r} and {rule!r}"
+    elif field == "noise" and NOISES[config.noise] == "full":
+        message = "noise: expected one linear layer, output 'gaussian' and drift 'auto' for 'full', got another head"
     elif field == "noise":
         message = f"noise: expected output 'softmax' for 'multinomial', got {output!r}"
     else:
@@ -265,6 +270,11 @@ def hidden_widths(hidden: Sequence[int], d: int) -> list[int]:
         if n < 2 * d:
             raise RangeError(f"hidden[{i}]: expected at least 2 d = {2 * d} neurons for the copies of h, got {n}")
     return widths
+
+
+def _positive(variances: list[float]) -> list[float]:
+    """The core reads 0 as automatic; a 0 that was given is out of range."""
+    return [variance or -1.0 for variance in variances]
 
 
 def _per_layer(name: str, value: float | Sequence[float], layers: int) -> list[float]:

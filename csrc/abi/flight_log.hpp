@@ -16,7 +16,7 @@
 namespace kbt {
 
 constexpr std::uint32_t kFlightMagic = 0x4654424BU;  // "KBTF"
-constexpr std::uint32_t kFlightVersion = 1;
+constexpr std::uint32_t kFlightVersion = 2;
 constexpr std::size_t kFlightFront = 80;  // bytes before the base state
 enum { kGaveInput = 1, kGaveTarget = 2, kGaveNoise = 4, kGaveAll = 7 };
 
@@ -36,7 +36,7 @@ struct Room {
     const Index n = cfg.widths[cfg.layers];
     h = static_cast<Index>(cfg.max_rows) * cfg.widths[0];
     y = cfg.max_rows * n;
-    noise = cfg.noise == KBT_NOISE_MULTINOMIAL ? 0 : cfg.noise == KBT_NOISE_ADAPTIVE ? n : n * n;
+    noise = cfg.noise == KBT_NOISE_MULTINOMIAL ? 0 : cfg.noise == KBT_NOISE_CONSTANT ? n * n : n;
     element = cfg.dtype == KBT_FLOAT64 ? sizeof(double) : sizeof(float);
   }
   std::size_t numbers() const { return static_cast<std::size_t>(h + y + noise); }

@@ -74,7 +74,7 @@ kbt_status learn_untapped(kbt_head *head, const kbt_sample &sample, kbt_result *
 kbt_status learn(kbt_head *head, const kbt_sample &sample, kbt_result *result) {
   if (head == nullptr || head->tap == nullptr) return learn_untapped(head, sample, result);
   const std::int32_t rows = sample.predicted ? head->predicted_rows : sample.rows;
-  kbt_result found{0.0, 0.0};
+  kbt_result found{};
   const kbt_status status = learn_untapped(head, sample, &found);
   if (result != nullptr && (status == KBT_OK || status == KBT_GATED)) *result = found;
   head->tap->learned(head->tap, sample, rows, status, found.nis);
@@ -136,24 +136,35 @@ const char *bad_setting(const kbt_config &cfg) {
   if (cfg.covariance < KBT_FULL || cfg.covariance > KBT_DIAGONAL) return "covariance";
   if (cfg.rule != KBT_FUSE && cfg.rule != KBT_REPLACE) return "rule";
   if (cfg.rule == KBT_REPLACE && cfg.output == KBT_SOFTMAX) return "rule";
-  if (cfg.noise < KBT_NOISE_CONSTANT || cfg.noise > KBT_NOISE_MULTINOMIAL) return "noise";
+  if (cfg.noise < KBT_NOISE_CONSTANT || cfg.noise > KBT_NOISE_FULL) return "noise";
+  if (cfg.noise == KBT_NOISE_FULL && !kbt::has_members(cfg)) return "noise";
   if (cfg.noise == KBT_NOISE_ADAPTIVE && (cfg.output != KBT_GAUSSIAN || cfg.rule != KBT_FUSE)) return "noise";
   if (cfg.noise == KBT_NOISE_MULTINOMIAL && cfg.output != KBT_SOFTMAX) return "noise";
   if (cfg.relu_order < 2 || cfg.relu_order > 12) return "relu_order";
   if (cfg.softmax_order < 1 || cfg.softmax_order > 2) return "softmax_order";
   for (int i = 0; i < cfg.layers; ++i) {
-    if (!within(cfg.prior_var[i], kSmallest, kLargest)) return "prior_var";
+    if (cfg.prior_var[i] != 0.0 && !within(cfg.prior_var[i], kSmallest, kLargest)) return "prior_var";
   }
   if (!within(cfg.noise_var, 0.0, kLargest)) return "noise_var";
   if (!within(cfg.input_var, 0.0, kLargest)) return "input_var";
   if (!within(cfg.forgetting, 1e-3, 1.0)) return "forgetting";
+  if (cfg.drift != KBT_DRIFT_AUTO && !within(cfg.drift, 0.0, 1e6)) return "drift";
   if (!within(cfg.gate, 0.0, std::numeric_limits<double>::max())) return "gate";
   return nullptr;
 }
 
-// Unused entries of the fixed arrays are zeroed, so that equal configurations have equal bytes.
+// Variances of weights before any data, where none is given: of the last layer, and of the layers below.
+constexpr double kReadoutVar = 10.0, kClassVar = 0.1, kCopiesVar = 1e-6;
+
+// Unused entries of the fixed arrays are zeroed, so that equal configurations have equal bytes. Automatic settings are
+// filled in.
 kbt_config canonical(const kbt_config &given) {
   kbt_config cfg = given;
+  if (!kbt::has_members(cfg) && cfg.drift < 0.0) cfg.drift = 0.0;
+  for (int i = 0; i < cfg.layers && cfg.drift >= 0.0; ++i) {
+    const double last = cfg.output == KBT_SOFTMAX ? kClassVar : kReadoutVar;
+    if (!(cfg.prior_var[i] > 0.0)) cfg.prior_var[i] = i == cfg.layers - 1 ? last : kCopiesVar;
+  }
   for (int i = cfg.layers; i < KBT_MAX_LAYERS; ++i) {
     cfg.widths[i + 1] = 0;
     cfg.prior_var[i] = 0.0;
@@ -205,9 +216,10 @@ void kbt_config_default(kbt_config *cfg, int32_t d, int32_t d_o) {
   cfg->covariance = KBT_NEURON;
   cfg->relu_order = 2;
   cfg->softmax_order = 1;
-  for (double &var : cfg->prior_var) var = 1.0;
+  cfg->noise = KBT_NOISE_ADAPTIVE;
   cfg->noise_var = 1e-2;
   cfg->forgetting = 1.0;
+  cfg->drift = KBT_DRIFT_AUTO;
 }
 
 kbt_status kbt_config_check(const kbt_config *cfg, const char **field) {
@@ -345,6 +357,48 @@ kbt_status kbt_get_health(const kbt_head *head, kbt_health *health) {
   return KBT_OK;
 }
 
+kbt_status kbt_get_belief(const kbt_head *head, kbt_belief *belief) {
+  if (head == nullptr || belief == nullptr) return KBT_E_NULL;
+  *belief = kbt_belief{};
+  belief->changes = head->changes.count;
+  belief->weight[KBT_STILL] = 1.0;
+  as_head(head, [&](const auto &self) {
+    using T = ElementOf<decltype(self)>;
+    if (!self.watchful()) return;
+    T weights[KBT_MEMBERS];
+    self.store().weights(weights);
+    for (int i = 0; i < KBT_MEMBERS; ++i) belief->weight[i] = static_cast<double>(weights[i]);
+  });
+  return KBT_OK;
+}
+
+kbt_status kbt_get_changes(const kbt_head *head, kbt_change *changes, int32_t room, int32_t *count) {
+  if (head == nullptr || count == nullptr || (changes == nullptr && room > 0)) return KBT_E_NULL;
+  const std::uint64_t all = head->changes.count, kept = all < KBT_MOST_CHANGES ? all : KBT_MOST_CHANGES;
+  const std::uint64_t given = room < 0 ? 0 : kept < static_cast<std::uint64_t>(room) ? kept : std::uint64_t(room);
+  for (std::uint64_t i = 0; i < given; ++i) changes[i] = head->changes.latest[(all - given + i) % KBT_MOST_CHANGES];
+  *count = static_cast<int32_t>(given);
+  return KBT_OK;
+}
+
+kbt_status kbt_suppose_changed(kbt_head *head) {
+  if (head == nullptr) return KBT_E_NULL;
+  return replaced(head, as_head(head, [&](auto &self) {
+                    if (!self.watchful()) return reject(head, KBT_E_CONFIG);
+                    self.suppose_changed();
+                    return KBT_OK;
+                  }));
+}
+
+kbt_status kbt_reset(kbt_head *head) {
+  if (head == nullptr) return KBT_E_NULL;
+  return replaced(head, as_head(head, [&](auto &self) {
+                    if (!self.watchful()) return reject(head, KBT_E_CONFIG);
+                    self.reset();
+                    return KBT_OK;
+                  }));
+}
+
 uint64_t kbt_samples(const kbt_head *head) {
   return head != nullptr ? head->samples : 0;
 }
@@ -356,6 +410,10 @@ kbt_status kbt_get_noise(const kbt_head *head, void *noise, int32_t *count) {
   if (head == nullptr || noise == nullptr || count == nullptr) return KBT_E_NULL;
   return as_head(head, [&](const auto &self) {
     using T = ElementOf<decltype(self)>;
+    if (self.watchful()) {
+      *count = static_cast<int32_t>(self.member_noise(static_cast<T *>(noise)));
+      return KBT_OK;
+    }
     for (Index i = 0; i < self.noise().count(); ++i) static_cast<T *>(noise)[i] = self.noise().values[i];
     *count = static_cast<int32_t>(self.noise().count());
     return KBT_OK;
@@ -368,6 +426,10 @@ kbt_status kbt_get_mean(const kbt_head *head, int32_t layer, void *mean) {
   return as_head(head, [&](const auto &self) {
     using T = ElementOf<decltype(self)>;
     const auto &w = self.weights(layer);
+    if (w.watchful) {
+      self.member_mean(static_cast<T *>(mean));
+      return KBT_OK;
+    }
     for (Index j = 0; j < w.n; ++j) {
       for (Index p = 0; p < w.M1; ++p) static_cast<T *>(mean)[j * w.M1 + p] = w.mean[p * w.stride + j];
     }
@@ -382,6 +444,10 @@ kbt_status kbt_get_cov(const kbt_head *head, int32_t layer, void *cov) {
     using T = ElementOf<decltype(self)>;
     const auto &w = self.weights(layer);
     T *out = static_cast<T *>(cov);
+    if (w.watchful) {
+      self.member_cov(out);
+      return KBT_OK;
+    }
     for (Index g = 0; g < w.matrices(); ++g) {
       for (Index p = 0; p < w.M(); ++p) {
         if (w.structure == KBT_DIAGONAL) {
@@ -430,11 +496,14 @@ kbt_status kbt_state_load(kbt_head *head, const void *blob, size_t size) {
 kbt_status kbt_state_config(const void *blob, size_t size, kbt_config *cfg) {
   if (blob == nullptr || cfg == nullptr) return KBT_E_NULL;
   kbt_config found{};
-  const kbt_status status = kbt::read_header(static_cast<const unsigned char *>(blob), size, found);
+  std::uint32_t version = 0;
+  const kbt_status status = kbt::read_header(static_cast<const unsigned char *>(blob), size, found, version);
   if (status != KBT_OK) return status;
   if (kbt_config_check(&found, nullptr) != KBT_OK) return KBT_E_BLOB_VALUE;
   const double n = found.widths[found.layers], bytes = static_cast<double>(size);
-  if (bytes != kbt::state_bytes(found, n) && bytes != kbt::state_bytes(found, n * n)) return KBT_E_BLOB_VALUE;
+  if (bytes != kbt::state_bytes(found, n, version) && bytes != kbt::state_bytes(found, n * n, version)) {
+    return KBT_E_BLOB_VALUE;
+  }
   *cfg = found;
   return KBT_OK;
 }

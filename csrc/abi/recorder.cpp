@@ -15,7 +15,7 @@ namespace {
 template <class T>
 Posterior<T> shape_of(const kbt_config &cfg, Index layer) {
   Posterior<T> w;
-  w.shape(cfg.widths[layer], cfg.widths[layer + 1], cfg.covariance, static_cast<T>(cfg.prior_var[layer]));
+  w.shape(cfg, layer);
   return w;
 }
 

@@ -88,7 +88,9 @@ std::size_t scratch_bytes(const kbt_config &cfg) {
 kbt_status kbt_flight_check(const void *log, size_t size, kbt_flight_info *info) {
   if (log == nullptr || info == nullptr) return KBT_E_NULL;
   const auto *bytes = static_cast<const unsigned char *>(log);
-  kbt_status status = kbt::check_header(bytes, size, kbt::kFlightMagic, kbt::kFlightVersion);
+  std::uint32_t version = 0;
+  kbt_status status =
+      kbt::check_header(bytes, size, kbt::kFlightMagic, kbt::kFlightVersion, kbt::kFlightVersion, version);
   if (status != KBT_OK) return status;
   if (size < kbt::kFlightFront) return KBT_E_BLOB_SHORT;
   Reader front(bytes + kbt::kHeaderBytes, kbt::kFlightFront - kbt::kHeaderBytes);
@@ -148,7 +150,7 @@ kbt_status kbt_flight_replay(const void *log, size_t size, kbt_head *head, void 
       Reader in(at, sizeof(FlightRecord));
       const FlightRecord record = read_record(in);
       room.read(info.cfg, record, at + sizeof(FlightRecord));
-      kbt_result result{0.0, 0.0};
+      kbt_result result{};
       kbt_flight_step step{};
       step.index = i;
       step.kind = record.kind;

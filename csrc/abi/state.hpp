@@ -16,7 +16,7 @@
 namespace kbt {
 
 constexpr std::uint32_t kStateMagic = 0x5354424BU;  // "KBTS"
-constexpr std::uint32_t kStateVersion = 1;
+constexpr std::uint32_t kStateVersion = 2;          // 1: without drift, one filter
 constexpr std::size_t kHeaderBytes = 24;
 
 // CRC-32 of `count` bytes that follow others with the CRC `crc`.
@@ -108,7 +108,7 @@ class Reader {
 
 // Calls visit(field) for every number of a configuration, in the order of the format.
 template <class Config, class Visit>
-void visit_config(Config &cfg, Visit visit) {
+void visit_config(Config &cfg, std::uint32_t version, Visit visit) {
   for (auto *x : {&cfg.dtype, &cfg.layers}) visit(*x);
   for (auto &width : cfg.widths) visit(width);
   for (auto *x :
@@ -117,6 +117,7 @@ void visit_config(Config &cfg, Visit visit) {
   }
   for (auto &var : cfg.prior_var) visit(var);
   for (auto *x : {&cfg.noise_var, &cfg.input_var, &cfg.forgetting, &cfg.gate}) visit(*x);
+  if (version > 1) visit(cfg.drift);
 }
 
 inline void write_config(Writer &out, const kbt_config &cfg) {
@@ -125,21 +126,22 @@ inline void write_config(Writer &out, const kbt_config &cfg) {
     void operator()(std::int32_t x) const { out.i32(x); }
     void operator()(double x) const { out.real(x); }
   } visit{out};
-  visit_config(cfg, visit);
+  visit_config(cfg, kStateVersion, visit);
 }
 
-inline void read_config(Reader &in, kbt_config &cfg) {
+inline void read_config(Reader &in, std::uint32_t version, kbt_config &cfg) {
   struct {
     Reader &in;
     void operator()(std::int32_t &x) const { x = in.i32(); }
     void operator()(double &x) const { in.real(x); }
   } visit{in};
-  visit_config(cfg, visit);
+  visit_config(cfg, version, visit);
 }
 
 // Calls visit(value) for every learned number of a layer, in the order of the format.
 template <class T, class Mean, class Variance, class Correlation>
 void visit_layer(const Posterior<T> &w, Mean mean, Variance variance, Correlation correlation) {
+  if (w.watchful) return w.store().visit(mean, variance);
   for (Index j = 0; j < w.n; ++j) {
     for (Index p = 0; p < w.M1; ++p) mean(w.mean[p * w.stride + j]);
   }
@@ -196,51 +198,62 @@ void write_state(const Head<T> &head, kbt_sink *sink, void *context) {
   write_body(head, body);
 }
 
-// Checks magic, version, length and CRC.
-inline kbt_status check_header(const unsigned char *blob, std::size_t size, std::uint32_t magic, std::uint32_t known) {
+// Checks magic, version, length and CRC. Versions from `oldest` to `known` are read.
+inline kbt_status check_header(const unsigned char *blob, std::size_t size, std::uint32_t magic, std::uint32_t oldest,
+                               std::uint32_t known, std::uint32_t &version) {
   if (size < 4) return KBT_E_BLOB_SHORT;
   Reader header(blob, size < kHeaderBytes ? size : kHeaderBytes);
   if (header.integer<std::uint32_t>() != magic) return KBT_E_BLOB_FOREIGN;
-  const auto version = header.integer<std::uint32_t>();
+  version = header.integer<std::uint32_t>();
   const auto length = header.integer<std::uint64_t>();
   const auto crc = header.integer<std::uint32_t>(), spare = header.integer<std::uint32_t>();
   if (header.truncated()) return KBT_E_BLOB_SHORT;
-  if (version != known) return version > known ? KBT_E_BLOB_VERSION : KBT_E_BLOB_FOREIGN;
+  if (version > known) return KBT_E_BLOB_VERSION;
+  if (version < oldest) return KBT_E_BLOB_FOREIGN;
   if (length > size) return KBT_E_BLOB_SHORT;
   if (length != size || spare != 0) return KBT_E_BLOB_CRC;
   return crc32(blob + kHeaderBytes, size - kHeaderBytes) == crc ? KBT_OK : KBT_E_BLOB_CRC;
 }
 
-// The same for a state, whose configuration goes to `cfg`.
-inline kbt_status read_header(const unsigned char *blob, std::size_t size, kbt_config &cfg) {
-  const kbt_status status = check_header(blob, size, kStateMagic, kStateVersion);
+// The same for a state, whose configuration goes to `cfg`. Version 1 had no members: its drift is 0.
+inline kbt_status read_header(const unsigned char *blob, std::size_t size, kbt_config &cfg, std::uint32_t &version) {
+  const kbt_status status = check_header(blob, size, kStateMagic, 1, kStateVersion, version);
   if (status != KBT_OK) return status;
   Reader body(blob + kHeaderBytes, size - kHeaderBytes);
-  read_config(body, cfg);
+  read_config(body, version, cfg);
   return body.truncated() ? KBT_E_BLOB_SHORT : KBT_OK;
 }
 
 // Equal bit for bit.
 inline bool same_config(const kbt_config &a, const kbt_config &b) {
   static_assert(
-      sizeof(kbt_config) == (9 + KBT_MAX_LAYERS + 1) * sizeof(std::int32_t) + (KBT_MAX_LAYERS + 4) * sizeof(double),
+      sizeof(kbt_config) == (9 + KBT_MAX_LAYERS + 1) * sizeof(std::int32_t) + (KBT_MAX_LAYERS + 5) * sizeof(double),
       "no padding, whose bytes could be anything");
   return std::memcmp(&a, &b, sizeof a) == 0;
 }
 
+// Numbers of a MemberStore, as a double.
+inline double member_numbers(const kbt_config &cfg) {
+  const double M = cfg.widths[0] + 1.0, O = cfg.widths[1], noise = cfg.noise == KBT_NOISE_FULL ? O * O : O;
+  return 9.0 * (O * M + noise) + 8.0 * M + 4.0 * M * (M - 1.0) + 16.0 + MemberStore<float>::kBook;
+}
+
 // Bytes of a state with this configuration and this many numbers of noise, as a double, which cannot wrap around.
-inline double state_bytes(const kbt_config &cfg, double noise_count) {
+inline double state_bytes(const kbt_config &cfg, double noise_count, std::uint32_t version = kStateVersion) {
   const double real = cfg.dtype == KBT_FLOAT64 ? 8.0 : 4.0;
   Writer config;
   write_config(config, cfg);
+  const std::size_t missing = version > 1 ? 0 : sizeof(double);
+  const double fixed =
+      static_cast<double>(kHeaderBytes + config.used() - missing + sizeof(std::uint64_t) + sizeof(std::int32_t));
   double numbers = noise_count;
+  if (has_members(cfg)) return fixed + real * (numbers + member_numbers(cfg));
   for (int i = 0; i < cfg.layers; ++i) {
     const double n = cfg.widths[i + 1], m = cfg.widths[i] + 1.0;
     const double M = cfg.covariance == KBT_FULL ? n * m : m, matrices = cfg.covariance == KBT_FULL ? 1.0 : n;
     numbers += n * m + matrices * (cfg.covariance == KBT_DIAGONAL ? M : M * (M + 1.0) / 2.0);
   }
-  return static_cast<double>(kHeaderBytes + config.used() + sizeof(std::uint64_t) + sizeof(std::int32_t)) +
-         real * numbers;
+  return fixed + real * numbers;
 }
 
 template <class T>
@@ -252,12 +265,13 @@ std::size_t state_size(const Head<T> &head) {
 template <class T>
 kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size) {
   kbt_config cfg{};
-  const kbt_status status = read_header(blob, size, cfg);
+  std::uint32_t version = 0;
+  const kbt_status status = read_header(blob, size, cfg, version);
   if (status != KBT_OK) return status;
   if (!same_config(cfg, head.cfg)) return KBT_E_BLOB_CONFIG;
   for (const bool commit : {false, true}) {
     Reader in(blob + kHeaderBytes, size - kHeaderBytes);
-    read_config(in, cfg);
+    read_config(in, version, cfg);
     const auto samples = in.integer<std::uint64_t>();
     const Index count = in.i32(), n = head.outputs();
     if (count != n && !(count == n * n && cfg.noise == KBT_NOISE_CONSTANT)) return KBT_E_BLOB_VALUE;
@@ -286,7 +300,7 @@ kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size
       visit_layer(
           w, [&](T &x) { take(x, kAny); },
           [&](T &x) {
-            if (seen == w.M()) first = in.used(), seen = 0, row = 0, col = 1;
+            if (!w.watchful && seen == w.M()) first = in.used(), seen = 0, row = 0, col = 1;
             ++seen;
             const T D = take(x, T(0));
             valid = valid && D <= most;

@@ -73,7 +73,7 @@ class Loop {
                                    loop->total_var_.data());
   }
   static int policy_observe(void *self, const void *y) {
-    kbt_result result{0.0, 0.0};
+    kbt_result result{};
     return learned(kbt_policy_observe(static_cast<Loop *>(self)->policy_->get(), static_cast<const double *>(y),
                                       nullptr, 0, &result));
   }
@@ -84,7 +84,7 @@ class Loop {
   }
   static int core_observe(void *self, const void *y) {
     const auto *loop = static_cast<Loop *>(self);
-    kbt_result result{0.0, 0.0};
+    kbt_result result{};
     return learned(loop->labels_ ? kbt_observe_labels(loop->core_->unguarded(), static_cast<const int32_t *>(y),
                                                       nullptr, 0, &result)
                                  : kbt_observe(loop->core_->unguarded(), y, nullptr, 0, &result));

@@ -45,17 +45,17 @@ inline Results &results() {
 }
 
 // A tuple of the given type, filled as tuple.__new__ would.
-inline py::object record(PyTypeObject *type, py::object a, py::object b, py::object c) {
-  auto tuple = py::reinterpret_steal<py::object>(type->tp_alloc(type, 3));
+template <class... Items>
+py::object record(PyTypeObject *type, Items... items) {
+  auto tuple = py::reinterpret_steal<py::object>(type->tp_alloc(type, sizeof...(Items)));
   if (!tuple) throw py::error_already_set();
-  PyTuple_SET_ITEM(tuple.ptr(), 0, a.release().ptr());
-  PyTuple_SET_ITEM(tuple.ptr(), 1, b.release().ptr());
-  PyTuple_SET_ITEM(tuple.ptr(), 2, c.release().ptr());
+  Py_ssize_t i = 0;
+  (PyTuple_SET_ITEM(tuple.ptr(), i++, items.release().ptr()), ...);
   return tuple;
 }
-inline py::object update_record(bool gated, double nis, double log_likelihood) {
+inline py::object update_record(bool gated, const kbt_result &result) {
   return record(results().update, py::reinterpret_borrow<py::object>(gated ? results().gated : results().ok),
-                py::float_(nis), py::float_(log_likelihood));
+                py::float_(result.nis), py::float_(result.log_likelihood), py::bool_(result.changed != KBT_NO_CHANGE));
 }
 
 // A new array of one or two dimensions. rows < 0: a vector.

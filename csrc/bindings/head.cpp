@@ -99,7 +99,7 @@ py::object Core::learn(const py::object &h, const py::object &y, const py::objec
     if (R == nullptr) return py::none();
   }
   kbt_status status = KBT_OK;
-  kbt_result result{0.0, 0.0};
+  kbt_result result{};
   const auto nc = static_cast<int32_t>(noise_count);
   if (is_array_of<int32_t>(y) && cfg_.output == KBT_SOFTMAX) {
     const auto labels = py::reinterpret_borrow<py::array>(y);
@@ -122,7 +122,7 @@ py::object Core::learn(const py::object &h, const py::object &y, const py::objec
   }
   if (status != KBT_OK && status != KBT_GATED) return py::int_(static_cast<int>(status));
   post();
-  return update_record(status == KBT_GATED, result.nis, result.log_likelihood);
+  return update_record(status == KBT_GATED, result);
 }
 
 int Core::set_prior(const py::array &weight, const py::array &bias, std::uint64_t seed) {
@@ -177,6 +177,37 @@ py::tuple Core::health() const {
   kbt_get_health(head(), &h);
   return py::make_tuple(static_cast<int>(h.verdict), h.seen, h.average, h.low, h.high, h.gated, h.smallest_var,
                         h.largest_var);
+}
+
+py::tuple Core::belief() const {
+  kbt_belief belief{};
+  kbt_get_belief(head(), &belief);
+  py::tuple weights(KBT_MEMBERS);
+  for (std::size_t i = 0; i < KBT_MEMBERS; ++i) weights[i] = belief.weight[i];
+  return weights;
+}
+
+py::list Core::changes() const {
+  kbt_change changes[KBT_MOST_CHANGES];
+  int32_t count = 0;
+  kbt_get_changes(head(), changes, KBT_MOST_CHANGES, &count);
+  py::list all;
+  for (int32_t i = 0; i < count; ++i) {
+    all.append(py::make_tuple(changes[i].sample, changes[i].noticed, changes[i].evidence, changes[i].kind));
+  }
+  return all;
+}
+
+int Core::reset() {
+  const kbt_status status = kbt_reset(head());
+  post();
+  return status;
+}
+
+int Core::suppose_changed() {
+  const kbt_status status = kbt_suppose_changed(head());
+  post();
+  return status;
 }
 
 bool Core::record_flight(std::uint32_t samples) {
@@ -309,6 +340,7 @@ void bind_head(py::module_ &m) {
       .def_readwrite("input_var", &kbt_config::input_var)
       .def_readwrite("forgetting", &kbt_config::forgetting)
       .def_readwrite("gate", &kbt_config::gate)
+      .def_readwrite("drift", &kbt_config::drift)
       .def("check",
            [](const kbt_config &c) {
              const char *field = "";
@@ -332,6 +364,10 @@ void bind_head(py::module_ &m) {
       .def("cov", &Core::cov)
       .def("counters", &Core::counters)
       .def("health", &Core::health)
+      .def("belief", &Core::belief)
+      .def("changes", &Core::changes)
+      .def("reset", &Core::reset)
+      .def("suppose_changed", &Core::suppose_changed)
       .def("record_flight", &Core::record_flight)
       .def("stop_flight", &Core::stop_flight)
       .def("flight_log", &Core::flight_log)

@@ -45,6 +45,10 @@ class Core {
   py::array cov(int layer) const;
   py::tuple counters() const;
   py::tuple health() const;
+  py::tuple belief() const;
+  py::list changes() const;
+  int reset();
+  int suppose_changed();
 
   // False: no memory for it. Replaces an earlier recorder and frees its memory.
   bool record_flight(std::uint32_t samples);

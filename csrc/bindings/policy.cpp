@@ -117,7 +117,7 @@ py::object Policy::learn(const py::object &at_rows, const py::object &y, const p
     if (R == nullptr) return py::none();
     nc = static_cast<int32_t>(py::reinterpret_borrow<py::array>(noise).size());
   }
-  kbt_result result{0.0, 0.0};
+  kbt_result result{};
   const kbt_status status = core_.work([&] {
     if (rows) {
       return real != nullptr ? kbt_policy_update_rows(&policy_, real, R, nc, &result)
@@ -128,7 +128,7 @@ py::object Policy::learn(const py::object &at_rows, const py::object &y, const p
   });
   if (status != KBT_OK && status != KBT_GATED) return rejection(status);
   core_.post();
-  return update_record(status == KBT_GATED, result.nis, result.log_likelihood);
+  return update_record(status == KBT_GATED, result);
 }
 
 void Policy::scale_input(std::size_t i, const PlainDoubles &x) {

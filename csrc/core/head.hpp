@@ -8,6 +8,7 @@
 #include "kbt.h"
 #include "layer.hpp"
 #include "measurement.hpp"
+#include "members.hpp"
 #include "noise.hpp"
 #include "prior.hpp"
 #include "record.hpp"
@@ -26,7 +27,7 @@ class Head : public kbt_head {
     const std::size_t start = arena.used();
     for (Index i = 0; i < layers(); ++i) {
       Posterior<T> &w = layers_[i].w;
-      w.shape(cfg.widths[i], cfg.widths[i + 1], cfg.covariance, static_cast<T>(cfg.prior_var[i]));
+      w.shape(cfg, i);
       w.mean = arena.take<T>(w.mean_count());
       w.u = arena.take<T>(w.u_count());
       w.d = arena.take<T>(w.d_count());  // right behind U: see project_group
@@ -35,6 +36,7 @@ class Head : public kbt_head {
     noise_.n = outputs();
     noise_.values = arena.take<T>(NoiseModel<T>::capacity(cfg.noise, outputs()));
     learned_bytes_ = arena.used() - start;
+    if (watchful()) return plan_members(arena);
     plan_layers(arena);
     plan_measurement(arena);
   }
@@ -44,6 +46,8 @@ class Head : public kbt_head {
   static double largest_array(const kbt_config &cfg) {
     const double rows = cfg.max_rows, rank = rows * cfg.widths[cfg.layers];
     double largest = rank * rank;
+    if (has_members(cfg))
+      return (rows + cfg.widths[0] + 1.0) * (cfg.widths[0] + rank + 1.0) * 16.0 + rank * rank * 16.0;
     for (int i = 0; i < cfg.layers; ++i) {
       const double n = cfg.widths[i + 1] + 8.0, m = cfg.widths[i] + 9.0;
       const double members = cfg.covariance == KBT_FULL ? n : 1.0, M = members * m, group = rows * members;
@@ -57,9 +61,11 @@ class Head : public kbt_head {
   void start() {
     counters = {};
     for (Index i = 0; i < layers(); ++i) layers_[i].loops.choose();
-    reset();
+    members_.choose();
     noise_.matrix = false;
     for (Index i = 0; i < outputs(); ++i) noise_.values[i] = NoiseModel<T>::floored(static_cast<T>(cfg.noise_var));
+    if (watchful()) store().set_noise(noise_.values);
+    reset();
   }
 
   // Weights zero with the prior's variances, nothing learned, nothing predicted.
@@ -67,6 +73,8 @@ class Head : public kbt_head {
     samples = 0;
     predicted_rows = 0;
     watch = {};
+    changes = {};
+    if (watchful()) return store().reset();
     for (Index i = 0; i < layers(); ++i) {
       fill(layers_[i].w.mean, T(0), layers_[i].w.mean_count());
       layers_[i].w.reset_factors();
@@ -80,7 +88,10 @@ class Head : public kbt_head {
   const Posterior<T> &weights(Index layer) const { return layers_[layer].w; }
   const NoiseModel<T> &noise() const { return noise_; }
   NoiseModel<T> &noise() { return noise_; }
-  const T *input(Index row) const { return layers_[0].input(row); }  // h of the latest forward pass
+  // h of the latest forward pass
+  const T *input(Index row) const { return watchful() ? members_.input(row) : layers_[0].input(row); }
+  bool watchful() const { return layers_[0].w.watchful; }
+  MemberStore<T> store() const { return layers_[0].w.store(); }
   // All that learning changes, except the sample count and the kind of noise, as one piece: two heads of one
   // configuration have it in the same order.
   const void *learned() const { return layers_[0].w.mean; }
@@ -101,11 +112,22 @@ class Head : public kbt_head {
   // ---- prior and noise ---------------------------------------------------------------------------------------------
 
   void set_prior(const T *weight, const T *bias, std::uint64_t seed) {
+    if (watchful()) {
+      set_first_weights([&](Index o, Index p) {
+        return p < inputs() ? weight[o * inputs() + p] : (bias != nullptr ? bias[o] : T(0));
+      });
+      return reset();
+    }
     reset();
     set_prior_means(layers_, layers(), weight, bias, seed);
   }
 
   void set_means(const void *const *means) {
+    if (watchful()) {
+      const T *from = static_cast<const T *>(means[0]);
+      set_first_weights([&](Index o, Index p) { return from[o * (inputs() + 1) + p]; });
+      return reset();
+    }
     reset();
     for (Index i = 0; i < layers(); ++i) {
       Posterior<T> &w = layers_[i].w;
@@ -118,6 +140,7 @@ class Head : public kbt_head {
 
   void set_noise(const T *values, Index count) {
     noise_.set(values, count);
+    if (watchful()) store().set_noise(noise_.values);
     watch = {};  // it was compared with the old noise
   }
 
@@ -128,6 +151,11 @@ class Head : public kbt_head {
   kbt_status forward(const T *h, Index rows) {
     rows_before_ = predicted_rows;
     predicted_rows = 0;
+    if (watchful()) {
+      const kbt_status status = members_.forward(store(), h, rows, kFlushBelow);
+      if (status == KBT_OK) predicted_rows = static_cast<std::int32_t>(rows);
+      return status;
+    }
     std::swap(layers_[0].z, other_z_);
     if (h != nullptr) set_input(h, rows);
     Cov<T> in = input_cov(cov_[1], rows);
@@ -167,6 +195,7 @@ class Head : public kbt_head {
   // two classes do that move together, rounding error is left and can be negative: it counts as zero, and so do its
   // covariances. The noise can be the largest number there is, so the total saturates.
   void read_prediction(T *mean, T *cov, T *total_var) {
+    if (watchful()) return members_.read_prediction(store(), mean, cov, total_var);
     const Index K = predicted_rows * outputs();
     for (Index i = 0; i < K; ++i) mean[i] = measurement_.mean[i];
     if (cov == nullptr && total_var == nullptr) return;
@@ -189,6 +218,7 @@ class Head : public kbt_head {
 
   // Learns y (rows x d_o) at the rows of the latest forward pass. Every check comes before the first change.
   kbt_status observe(const T *y, const T *noise, Index noise_count, kbt_result *result) {
+    if (watchful()) return observe_members(y, noise, noise_count, result);
     const Index rows = predicted_rows, rank = rows * outputs(), last = layers() - 1;
     Adjoint<T> adjoints[KBT_MAX_LAYERS];
     for (Index i = 0; i <= last; ++i) adjoints[i] = adjoint(i, rows, rank);
@@ -205,7 +235,7 @@ class Head : public kbt_head {
     const auto expected = [&](Index i, T R) { return measurement_.expected_noise(top, i, R); };
     if (adapts && !noise_.adapt(samples, expected)) return KBT_E_RANGE;
 
-    if (result != nullptr) *result = {static_cast<double>(nis), static_cast<double>(measurement_.log_likelihood)};
+    if (result != nullptr) *result = {static_cast<double>(nis), static_cast<double>(measurement_.log_likelihood), 0, 0};
     const bool rejected = cfg.gate > 0.0 && static_cast<double>(nis) > cfg.gate;
     observed(nis, rejected, rank);
     predicted_rows = 0;
@@ -225,8 +255,53 @@ class Head : public kbt_head {
     return KBT_OK;
   }
 
-  T *noise_candidate() { return measurement_.L; }  // scratch for a noise that is still to be checked
-  T *target() { return target_; }                  // rank numbers of scratch for targets made from labels
+  void suppose_changed() {
+    MemberStore<T> s = store();
+    if (!s.begun()) return;
+    s.begin_fresh(false);
+    s.replace_members(MemberStore<T>::kFresh);
+    predicted_rows = 0;
+    note_change(changes, {KBT_CHANGED, 0, 0.0}, samples);
+  }
+  // Mean of the weights over the members, n x (m + 1) with the bias last; their covariance, blocks of the outputs or,
+  // for `full`, all of it; and the noise. Returns its count.
+  void member_mean(T *mean) const {
+    const MemberStore<T> s = store();
+    T w[kLanes];
+    s.weights(w);
+    for (Index o = 0; o < s.O; ++o) {
+      for (Index p = 0; p < s.M; ++p) mean[o * s.M + (p == 0 ? s.M - 1 : p - 1)] = s.mean(w, o, p);
+    }
+  }
+  void member_cov(T *cov) const {
+    const MemberStore<T> s = store();
+    T w[kLanes];
+    s.weights(w);
+    const Index all = s.O * s.M;
+    const auto place = [&](Index p) { return p == 0 ? s.M - 1 : p - 1; };
+    for (Index i = 0; i < all; ++i) {
+      for (Index k = 0; k < all; ++k) {
+        const Index o = i / s.M, p = i % s.M, b = k / s.M, q = k % s.M;
+        if (cfg.covariance != KBT_FULL && o != b) continue;
+        T *const row =
+            cfg.covariance == KBT_FULL ? cov + (o * s.M + place(p)) * all + b * s.M : cov + (o * s.M + place(p)) * s.M;
+        row[place(q)] = s.covariance(w, o, p, b, q);
+      }
+    }
+  }
+  Index member_noise(T *noise) const {
+    const MemberStore<T> s = store();
+    T w[kLanes];
+    s.weights(w);
+    for (Index i = 0; i < s.noise_count(); ++i) {
+      noise[i] = T(0);
+      for (Index l = 0; l < kLanes; ++l) noise[i] += w[l] * s.R[i * kLanes + l];
+    }
+    return s.noise_count();
+  }
+
+  T *noise_candidate() { return watchful() ? candidate_ : measurement_.L; }  // scratch for a noise to be checked
+  T *target() { return target_; }  // rank numbers of scratch for targets made from labels
 
  private:
   // ---- arena, continued --------------------------------------------------------------------------------------------
@@ -291,6 +366,54 @@ class Head : public kbt_head {
                  {&measurement_.vectors, fuse() ? 0 : square},
                  {&measurement_.signs, rank},
                  {&other_cov_, noise_known() ? square + 2 * rank : 0}});
+  }
+
+  void plan_members(Arena &arena) {
+    const Index rows = cfg.max_rows, noise = NoiseModel<T>::capacity(cfg.noise, outputs());
+    members_.plan(arena, store(), rows);
+    take(arena, {{&noise_.scratch, noise}, {&candidate_, noise}, {&target_, rows * outputs()}});
+  }
+
+  // ---- members -----------------------------------------------------------------------------------------------------
+
+  // first(output, input) with the bias as the last input, as the C ABI has it.
+  template <class First>
+  void set_first_weights(First first) {
+    const MemberStore<T> s = store();
+    for (Index o = 0; o < s.O; ++o) {
+      for (Index p = 0; p < s.M; ++p) s.first(o, p) = first(o, p == 0 ? s.M - 1 : p - 1);
+    }
+  }
+
+  kbt_status observe_members(const T *y, const T *noise, Index noise_count, kbt_result *result) {
+    const Index rows = predicted_rows, count = rows * outputs();
+    MemberStore<T> s = store();
+    if (!members_.target_in_range(y, count)) return KBT_E_RANGE;
+    const T nis = members_.nis(s, y);
+    const bool rejected = cfg.gate > 0.0 && static_cast<double>(nis) > cfg.gate;
+    predicted_rows = 0;
+    if (rejected) {
+      observed(nis, true, count);
+      ++counters.gated;
+      if (result != nullptr)
+        *result = {static_cast<double>(nis), static_cast<double>(members_.log_density(s, y)), 0, 0};
+      return KBT_GATED;
+    }
+    const T *given = nullptr;
+    if (noise != nullptr) {  // a matrix counts by its variances
+      const Noise<T> R = noise_.of_call(noise, noise_count);
+      for (Index i = 0; i < outputs(); ++i) candidate_[i] = R.at(i, i, outputs());
+      given = candidate_;
+    }
+    MemberEvent event;
+    const typename Members<T>::Judged judged = members_.learn(s, y, given, event);
+    observed(judged.nis, false, count);
+    if (samples != kMostSamples) ++samples;
+    if (event.kind != KBT_NO_CHANGE) note_change(changes, event, samples);
+    if (result != nullptr) {
+      *result = {static_cast<double>(judged.nis), static_cast<double>(judged.log_density), event.kind, 0};
+    }
+    return KBT_OK;
   }
 
   // ---- what the configuration implies ------------------------------------------------------------------------------
@@ -427,6 +550,8 @@ class Head : public kbt_head {
   }
 
   Layer<T> layers_[KBT_MAX_LAYERS];
+  Members<T> members_;  // one layer with drift KBT_DRIFT_AUTO
+  T *candidate_;
   Relu<T> relu_[KBT_MAX_LAYERS];
   T *variances_[KBT_MAX_LAYERS];  // Var u before the ReLU, rows x stride
   T *adjoint_[KBT_MAX_LAYERS];    // (1 + rank) x rows x stride

@@ -6,8 +6,15 @@
 
 #include "algebra.hpp"
 #include "kbt.h"
+#include "member_store.hpp"
 
 namespace kbt {
+
+// Whether a head of this configuration has members, as members.hpp has them.
+inline bool has_members(const kbt_config &cfg) {
+  return cfg.drift < 0.0 && cfg.layers == 1 && cfg.output == KBT_GAUSSIAN && cfg.rule == KBT_FUSE &&
+         !(cfg.input_var > 0.0) && cfg.covariance != KBT_DIAGONAL;
+}
 
 // n neurons with m inputs and a bias. A group is a set of neurons whose weights are correlated: all of them (`full`),
 // or each alone (`neuron`). From eight neurons on, those of `neuron` are interleaved: a group is then eight neurons,
@@ -23,25 +30,35 @@ struct Posterior {
   T *d;     // interleaved: groups x M1 x 8; full, neuron: groups x padded(M); diagonal: M1 x stride
   T *u;     // interleaved, full, neuron: groups x u_count; diagonal: none
 
-  void shape(Index inputs, Index neurons, int covariance, T prior) {
-    n = neurons;
-    M1 = inputs + 1;
+  bool watchful;  // one layer whose posterior is a MemberStore at `mean`; d and u are not used
+  bool learns_noise, noise_matrix;
+
+  void shape(const kbt_config &cfg, Index layer) {
+    const int covariance = cfg.covariance;
+    n = cfg.widths[layer + 1];
+    M1 = cfg.widths[layer] + 1;
     structure = covariance;
+    watchful = has_members(cfg);
+    learns_noise = cfg.noise != KBT_NOISE_CONSTANT;
+    noise_matrix = cfg.noise == KBT_NOISE_FULL;
     interleaved = covariance == KBT_NEURON && n >= kLanes;
     stride = n >= kLanes ? padded(n) : n;
     z_stride = padded(M1);
-    prior_var = prior;
+    prior_var = static_cast<T>(cfg.prior_var[layer]);
   }
 
   Index members() const { return structure == KBT_FULL ? n : 1; }  // neurons in a group
   Index groups() const { return interleaved ? stride / kLanes : (structure == KBT_FULL ? 1 : n); }
   Index M() const { return members() * M1; }  // weights in a group
   Index width() const { return interleaved ? kLanes : 1; }
-  Index mean_count() const { return M1 * stride; }
+  Index mean_count() const { return watchful ? MemberStore<T>::count(M1, n, noise_matrix) : M1 * stride; }
   Index length() const { return interleaved ? M1 * kLanes : padded(M()); }  // of a vector over the rows of U
-  Index d_count() const { return structure == KBT_DIAGONAL ? M1 * stride : groups() * length(); }
+  Index d_count() const {
+    if (watchful) return 0;
+    return structure == KBT_DIAGONAL ? M1 * stride : groups() * length();
+  }
   Index u_count() const {
-    if (structure == KBT_DIAGONAL) return 0;
+    if (watchful || structure == KBT_DIAGONAL) return 0;
     return groups() * (interleaved ? LaneUD<T>::u_count(M1) : ColumnUD<T>::u_count(M()));
   }
   // Projections F = U^T z of every row, kept from the forward pass for the update; and one spare row.
@@ -52,6 +69,16 @@ struct Posterior {
 
   LaneUD<T> lanes(Index block) const { return {M1, d + block * M1 * kLanes, u + block * LaneUD<T>::u_count(M1)}; }
   ColumnUD<T> column(Index group) const { return {M(), d + group * length(), u + group * ColumnUD<T>::u_count(M())}; }
+  MemberStore<T> store() const {
+    MemberStore<T> store;
+    store.M = M1;
+    store.O = n;
+    store.matrix = noise_matrix;
+    store.learns_noise = learns_noise;
+    store.prior_var = prior_var;
+    store.place(mean);
+    return store;
+  }
   MatrixView<T> means() const { return matrix<T>(mean, M1, stride, stride); }
 
   // Entries of D and U by matrix, for code that reads or writes the state.

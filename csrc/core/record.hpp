@@ -2,9 +2,15 @@
 #pragma once
 
 #include "kbt.h"
+#include "member_store.hpp"
 #include "watch.hpp"
 
 struct kbt_sample;
+
+struct kbt_changes {  // the latest, in a ring; a diagnostic, not part of the saved state
+  std::uint64_t count;
+  kbt_change latest[KBT_MOST_CHANGES];
+};
 
 // Called after every change of a head: the flight recorder (abi/recorder.cpp).
 struct kbt_tap {
@@ -19,6 +25,7 @@ struct kbt_head {
   std::uint64_t samples;
   std::int32_t predicted_rows;  // rows whose forward pass is in the scratch, waiting to be observed
   kbt_watch watch;
+  kbt_changes changes;
   kbt_tap *tap;  // null: no recorder
 };
 
@@ -32,3 +39,13 @@ struct kbt_sample {
   const void *noise;           // noise_count numbers, or null for the head's own
   std::int32_t noise_count;
 };
+
+namespace kbt {
+
+inline void note_change(kbt_changes &changes, const MemberEvent &event, std::uint64_t samples) {
+  const std::uint64_t age = static_cast<std::uint64_t>(event.age);
+  changes.latest[changes.count++ % KBT_MOST_CHANGES] = {samples > age ? samples - age : 0, samples, event.evidence,
+                                                        event.kind, 0};
+}
+
+}  // namespace kbt

@@ -31,7 +31,7 @@ extern "C" {
 #define KBT_API
 #endif
 
-#define KBT_ABI_VERSION 1
+#define KBT_ABI_VERSION 2
 #define KBT_MAX_LAYERS 8
 #define KBT_ARENA_ALIGN 64 /* bytes: the alignment of the memory given to kbt_init */
 
@@ -60,11 +60,12 @@ typedef enum kbt_status {
   KBT_E_OWNER = 21         /* kbt_policy.h: the latest prediction was not made by this policy */
 } kbt_status;
 
-enum { KBT_FLOAT32 = 0, KBT_FLOAT64 = 1 };                                          /* dtype */
-enum { KBT_GAUSSIAN = 0, KBT_SOFTMAX = 1 };                                         /* output */
-enum { KBT_FULL = 0, KBT_NEURON = 1, KBT_DIAGONAL = 2 };                            /* covariance */
-enum { KBT_FUSE = 0, KBT_REPLACE = 1 };                                             /* rule */
-enum { KBT_NOISE_CONSTANT = 0, KBT_NOISE_ADAPTIVE = 1, KBT_NOISE_MULTINOMIAL = 2 }; /* noise */
+enum { KBT_FLOAT32 = 0, KBT_FLOAT64 = 1 };                                                              /* dtype */
+enum { KBT_GAUSSIAN = 0, KBT_SOFTMAX = 1 };                                                             /* output */
+enum { KBT_FULL = 0, KBT_NEURON = 1, KBT_DIAGONAL = 2 };                                                /* covariance */
+enum { KBT_FUSE = 0, KBT_REPLACE = 1 };                                                                 /* rule */
+enum { KBT_NOISE_CONSTANT = 0, KBT_NOISE_ADAPTIVE = 1, KBT_NOISE_MULTINOMIAL = 2, KBT_NOISE_FULL = 3 }; /* noise */
+#define KBT_DRIFT_AUTO (-1.0) /* drift: several members, weighed by what each of them predicted */
 
 /* Fill with kbt_config_default, then set what differs. */
 typedef struct kbt_config {
@@ -75,20 +76,28 @@ typedef struct kbt_config {
   int32_t output;                     /* KBT_GAUSSIAN */
   int32_t covariance;                 /* KBT_NEURON */
   int32_t rule;                       /* KBT_FUSE; KBT_REPLACE is the paper's, rejected for softmax */
-  int32_t noise;                      /* KBT_NOISE_CONSTANT; ADAPTIVE: gaussian only; MULTINOMIAL: softmax only */
+  int32_t noise;                      /* KBT_NOISE_CONSTANT; ADAPTIVE: gaussian only; MULTINOMIAL: softmax only; FULL: a
+                                         matrix is learned, gaussian with drift KBT_DRIFT_AUTO and one layer */
   int32_t relu_order;                 /* 2..12: where the off-diagonal series of the ReLU stops */
   int32_t softmax_order;              /* 1 or 2: Taylor order of the softmax mean */
-  double prior_var[KBT_MAX_LAYERS];   /* > 0, variance of every weight of a layer before any data */
+  double prior_var[KBT_MAX_LAYERS];   /* variance of every weight of a layer before any data, in units of the
+                                         noise if that is learned; 0: automatic */
   double noise_var;                   /* >= 0, initial observation noise R; see kbt_set_noise for more than a scalar */
   double input_var;                   /* >= 0, variance of the input h */
   double forgetting;                  /* (0, 1]; 1 forgets nothing */
   double gate;                        /* reject samples with NIS above it; 0 switches the gate off */
+  double drift;                       /* KBT_DRIFT_AUTO; 0: one filter of a plant that stands still; q > 0: one random
+                                         walk, whose outputs move by q times the noise variance per sample */
 } kbt_config;
+
+enum { KBT_NO_CHANGE = 0, KBT_CHANGED = 1, KBT_RETURNED = 2 }; /* kbt_result.changed, kbt_change.kind */
 
 /* The sample judged before it is learned. */
 typedef struct kbt_result {
   double nis;            /* normalised innovation squared; its mean is rows * d_o for a consistent gaussian head */
   double log_likelihood; /* log predictive density (gaussian) or probability (softmax) of the sample, all rows */
+  int32_t changed;       /* KBT_NO_CHANGE, or what the head has just noticed: KBT_CHANGED, KBT_RETURNED */
+  int32_t spare;
 } kbt_result;
 
 /* Events since kbt_init. Diagnostics, not part of the saved state. */
@@ -117,6 +126,32 @@ typedef struct kbt_health {
   double smallest_var, largest_var; /* entries of D over all layers */
   kbt_verdict verdict;
 } kbt_health;
+
+/* What the members of a head with drift KBT_DRIFT_AUTO think of the plant. */
+#define KBT_MEMBERS 8
+enum {
+  KBT_STILL = 0,         /* it stands still */
+  KBT_NOISY = 1,         /* it stands still, and the targets are noisy */
+  KBT_DRIFTS_SLOWLY = 2, /* random walks of all weights, three rates */
+  KBT_DRIFTS = 3,
+  KBT_DRIFTS_FAST = 4,
+  KBT_OFFSET_DRIFTS = 5, /* a random walk of the bias alone */
+  KBT_HAS_CHANGED = 6,   /* begun anew: it has just changed */
+  KBT_AS_BEFORE = 7      /* it is as it was before the latest change */
+};
+typedef struct kbt_belief {
+  double weight[KBT_MEMBERS]; /* sum 1; of a head without members the first is 1 */
+  uint64_t changes;           /* noticed since the prior or the state was set */
+} kbt_belief;
+
+typedef struct kbt_change {
+  uint64_t sample;  /* where the plant changed, as the head sees it: a count of samples */
+  uint64_t noticed; /* when the head was sure */
+  double evidence;  /* nats */
+  int32_t kind;     /* KBT_CHANGED, KBT_RETURNED */
+  int32_t spare;
+} kbt_change;
+#define KBT_MOST_CHANGES 16 /* that a head remembers */
 
 typedef struct kbt_head kbt_head;
 
@@ -166,6 +201,14 @@ KBT_API kbt_status kbt_get_config(const kbt_head *head, kbt_config *cfg);
 KBT_API kbt_status kbt_get_counters(const kbt_head *head, kbt_counters *counters);
 /* One pass over the variances: cheap enough to call once a second. */
 KBT_API kbt_status kbt_get_health(const kbt_head *head, kbt_health *health);
+KBT_API kbt_status kbt_get_belief(const kbt_head *head, kbt_belief *belief);
+/* The latest changes, oldest first, at most `room` of them; *count tells how many. */
+KBT_API kbt_status kbt_get_changes(const kbt_head *head, kbt_change *changes, int32_t room, int32_t *count);
+/* The plant is known to have changed (a tool was swapped): the head begins anew from its prior, and keeps what it had
+ * learned in case the plant goes back. A head without members begins anew. */
+KBT_API kbt_status kbt_suppose_changed(kbt_head *head);
+/* Back to the prior, as after kbt_set_prior. */
+KBT_API kbt_status kbt_reset(kbt_head *head);
 KBT_API uint64_t kbt_samples(const kbt_head *head);       /* updates learned since the prior was set */
 KBT_API int32_t kbt_predicted_rows(const kbt_head *head); /* rows that kbt_observe would learn; 0 = none */
 /* noise: d_o (variances) or, when a matrix was set, d_o * d_o; *count tells which. Room for d_o * d_o is required. */

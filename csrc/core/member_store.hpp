@@ -1,0 +1,299 @@
+// member_store.hpp - what the members of a watchful head have learned, and the rules by which they are weighed,
+// replaced and begun anew. method.md §9 has the rules and where the constants come from.
+#pragma once
+
+#include "algebra.hpp"
+#include "kbt.h"
+#include "noise.hpp"
+#include "normal.hpp"
+
+namespace kbt {
+
+constexpr double kWide = 2e4;       // variance of an output before any data, in units of the noise
+constexpr double kNarrow = 30.0;    // the same, of the member for noisy targets
+constexpr double kHuber = 16.0;     // NIS per output that a sample counts as at most
+constexpr double kSurprise = 16.0;  // NIS per output of the mixture at which the fresh member begins
+constexpr double kCap = 2.0;        // nats of evidence that one sample may bring
+constexpr double kProof = 16.0;     // nats of evidence that make a change
+constexpr double kDoubt = 8.0;      // nats at which a challenger is as probable as the members
+constexpr int kYoung = 12;          // samples that the fresh member needs before it can be believed
+constexpr int kLives = 3;           // the fresh member begins anew after 3 (d + 1) samples
+constexpr double kFade = 0.998;     // of log weights per sample: they remember 500 samples
+constexpr double kShare = 1e-3;     // of the weights is spread evenly: nobody is forgotten
+constexpr int kNoiseMemory = 100;   // samples that the learned noise remembers
+constexpr int kBriefMemory = 10;    // the same, of the member for noisy targets
+constexpr int kSizeMemory = 1000;   // samples that the mean of |z|^2 remembers
+
+struct MemberKind {
+  double prior;      // variance of an output before any data
+  double walk;       // added to the variance of an output per sample, by a random walk of all weights
+  double bias_walk;  // the same, of the bias alone
+  int noise_memory;
+};
+// still, noisy, three random walks, an offset that walks, fresh, and the best member before the latest change
+constexpr MemberKind kMembers[kLanes] = {{kWide, 0.0, 0.0, kNoiseMemory},  {kNarrow, 0.0, 0.0, kBriefMemory},
+                                         {kWide, 2e-4, 0.0, kNoiseMemory}, {kWide, 5e-3, 0.0, kNoiseMemory},
+                                         {kWide, 2e-1, 0.0, kNoiseMemory}, {kWide, 0.0, 1e-2, kNoiseMemory},
+                                         {kWide, 0.0, 0.0, kNoiseMemory},  {kWide, 0.0, 0.0, kNoiseMemory}};
+
+struct MemberEvent {
+  int kind;         // KBT_NO_CHANGE, KBT_CHANGED, KBT_RETURNED
+  int age;          // samples since the fresh member began
+  double evidence;  // nats
+};
+
+// The learned numbers, lane = member. All in one piece of memory, in this order.
+template <class T>
+struct MemberStore {
+  static constexpr Index L = kLanes, kRegular = 6, kFresh = 6, kBefore = 7;
+
+  Index M, O;   // inputs with the bias first; outputs
+  bool matrix;  // R is a matrix
+  bool learns_noise;
+  T prior_var;                     // of a weight, in units of the noise; 0: from the size of the inputs
+  T *first_weights, *first_noise;  // O x M; O, or O x O
+  T *W;                            // O x M x 8
+  T *d, *u;                        // LaneUD
+  T *R;                            // O x 8, or O x O x 8
+  T *log_weights, *ages;           // 8 each
+  T *book;                         // what follows, kBook numbers
+  enum { kSize, kSeen, kEvidence, kFreshAge, kSuspicious, kBeforeEvidence, kHasBefore, kBook };
+
+  Index noise_count() const { return matrix ? O * O : O; }
+  static Index count(Index M, Index O, bool matrix) {
+    const Index noise = matrix ? O * O : O;
+    return O * M + noise + O * M * L + M * L + LaneUD<T>::u_count(M) + noise * L + 2 * L + kBook;
+  }
+  void place(T *at) {
+    const auto take = [&](T *&piece, Index count) {
+      piece = at;
+      at += count;
+    };
+    take(W, O * M * L);  // the lanes first: they are aligned
+    take(d, M * L);
+    take(u, LaneUD<T>::u_count(M));
+    take(R, noise_count() * L);
+    take(log_weights, L);
+    take(ages, L);
+    take(first_weights, O * M);
+    take(first_noise, noise_count());
+    take(book, kBook);
+  }
+  // Calls value(x) for each number and variance(x) for those that cannot be negative.
+  template <class Value, class Variance>
+  void visit(Value value, Variance variance) const {
+    const auto all = [](T *x, Index n, auto f) {
+      for (Index i = 0; i < n; ++i) f(x[i]);
+    };
+    all(W, O * M * L, value);
+    all(d, M * L, variance);
+    all(u, LaneUD<T>::u_count(M), value);
+    all(R, noise_count() * L, value);
+    all(log_weights, L, value);
+    all(ages, L, variance);
+    all(first_weights, O * M, value);
+    all(first_noise, noise_count(), value);
+    all(book, kBook, value);
+  }
+
+  LaneUD<T> factor() const { return {M, d, u}; }
+  T &first(Index o, Index p) const { return first_weights[o * M + p]; }
+  T noise(Index i, Index k, Index l) const {
+    if (matrix) return R[(i * O + k) * L + l];
+    return i == k ? R[i * L + l] : T(0);
+  }
+  bool begun() const { return book[kSeen] > T(0); }
+  bool suspicious() const { return book[kSuspicious] > T(0); }
+  T size() const { return book[kSize]; }
+
+  // Prior variance of a weight of member l when inputs have this |z|^2.
+  T prior_of(Index l, T size) const {
+    const T kind = T(kMembers[l].prior);
+    return prior_var > T(0) ? prior_var * (kind / T(kWide)) : kind / size;
+  }
+
+  // Nothing learned: all members have the first weights. D is set by the first sample.
+  void reset() {
+    for (Index i = 0; i < O * M * L; ++i) W[i] = first_weights[i / L];
+    fill(d, T(0), M * L);
+    fill(u, T(0), LaneUD<T>::u_count(M));
+    for (Index i = 0; i < noise_count() * L; ++i) R[i] = first_noise[i / L];
+    fill(ages, T(0), L);
+    fill(book, T(0), Index(kBook));
+    even_weights();
+  }
+  // The noise with which members begin, and that of all of them from now on: O variances.
+  void set_noise(const T *values) {
+    for (Index i = 0; i < noise_count(); ++i) {
+      first_noise[i] = !matrix ? values[i] : i % (O + 1) == 0 ? values[i / (O + 1)] : T(0);
+      for (Index l = 0; l < L; ++l) R[i * L + l] = first_noise[i];
+    }
+  }
+  void even_weights() {
+    for (Index l = 0; l < L; ++l) log_weights[l] = l < kRegular ? T(-1.791759469228055) : T(0);  // log 1/6
+  }
+
+  // (9.1): the regular members by their evidence, a challenger by its odds against all of them.
+  void weights(T *w) const {
+    T sum = T(0);
+    for (Index l = 0; l < kRegular; ++l) sum += w[l] = exp_negative(log_weights[l]);
+    w[kFresh] = odds(book[kEvidence]);
+    w[kBefore] = book[kHasBefore] > T(0) ? odds(book[kBeforeEvidence]) : T(0);
+    const T whole = T(1) + w[kFresh] + w[kBefore];
+    for (Index l = 0; l < kRegular; ++l) w[l] /= sum * whole;
+    w[kFresh] /= whole;
+    w[kBefore] /= whole;
+  }
+  static T odds(T evidence) {
+    const T x = evidence - T(kDoubt);
+    return x < T(0) ? exp_negative(x) : T(1) / exp_negative(x < T(50) ? -x : T(-50));
+  }
+
+  void note_size(T size) {
+    const T seen = book[kSeen];
+    book[kSize] += (size - book[kSize]) / (seen < T(kSizeMemory - 1) ? seen + T(1) : T(kSizeMemory));
+    if (seen < T(kSizeMemory)) book[kSeen] = seen + T(1);
+  }
+
+  // (9.1) for one sample. Returns the log density of the regular members' mixture.
+  T weigh_in(const T *log_density) {
+    T best = log_density[0], top = log_weights[0] + log_density[0];
+    for (Index l = 1; l < kRegular; ++l) {
+      best = log_density[l] > best ? log_density[l] : best;
+      const T x = log_weights[l] + log_density[l];
+      top = x > top ? x : top;
+    }
+    T sum = T(0), whole = T(0);
+    for (Index l = 0; l < kRegular; ++l) {
+      sum += exp_negative(log_weights[l] + log_density[l] - top);
+      whole += exp_negative(log_weights[l]);
+    }
+    const T mixture = top + log_positive(sum / whole);
+    gain_evidence(log_density[kFresh] - mixture, log_density[kBefore] - mixture);
+
+    const T least = best - T(kCap) * T(O);
+    T highest = T(0);
+    for (Index l = 0; l < kRegular; ++l) {
+      log_weights[l] = T(kFade) * log_weights[l] + (log_density[l] > least ? log_density[l] : least) - best;
+      highest = l == 0 || log_weights[l] > highest ? log_weights[l] : highest;
+    }
+    sum = T(0);
+    for (Index l = 0; l < kRegular; ++l) sum += exp_negative(log_weights[l] - highest);
+    for (Index l = 0; l < kRegular; ++l) {
+      const T w = exp_negative(log_weights[l] - highest) / sum;
+      log_weights[l] = log_positive(T(1 - kShare) * w + T(kShare) / T(kRegular));
+    }
+    return mixture;
+  }
+  void gain_evidence(T fresh, T before) {
+    const auto capped = [](T x) { return x > T(kCap) ? T(kCap) : (x < T(-kCap) ? T(-kCap) : x); };
+    book[kEvidence] += capped(fresh);
+    book[kFreshAge] += T(1);
+    const T sum = book[kBeforeEvidence] + capped(before);
+    book[kBeforeEvidence] = book[kHasBefore] > T(0) && sum > T(0) ? sum : T(0);
+  }
+
+  // (9.3): P + Q for the members that walk, never above the prior.
+  void walk() {
+    for (Index l = 0; l < kRegular; ++l) {
+      const MemberKind &kind = kMembers[l];
+      if (!(kind.walk > 0.0) && !(kind.bias_walk > 0.0)) continue;
+      const T most = prior_of(l, size()), every = T(kind.walk) / size();
+      for (Index p = 0; p < (kind.walk > 0.0 ? M : 1); ++p) {
+        T &x = d[p * L + l];
+        const T limit = x > most ? x : most, raised = x + (kind.walk > 0.0 ? every : T(kind.bias_walk));
+        x = raised < limit ? raised : limit;
+      }
+    }
+  }
+
+  // (8.2), with the weight of the robust step.
+  void learn_noise(const T *error, const T *weight, const T *c) {
+    for (Index l = 0; l < kBefore; ++l) {
+      const T age = ages[l], memory = T(kMembers[l].noise_memory);
+      const T rate = T(1) / (age + T(kAdaptStart) < memory ? age + T(kAdaptStart) : memory),
+              scale = weight[l] / (T(1) + c[l]);
+      if (age < T(kSizeMemory)) ages[l] = age + T(1);
+      if (!learns_noise) continue;
+      for (Index i = 0; i < O; ++i) {
+        for (Index k = matrix ? 0 : i; k <= i; ++k) {
+          T &r = R[(matrix ? i * O + k : i) * L + l];
+          const T found = scale * error[i * L + l] * error[k * L + l];
+          const T next = r + (found - r) * rate;
+          r = i == k ? (next < kLargest<T> ? NoiseModel<T>::floored(next) : r) : next;
+          if (matrix) R[(k * O + i) * L + l] = r;
+        }
+      }
+    }
+  }
+
+  // Moments of the weights over members with these weights.
+  T mean(const T *w, Index o, Index p) const {
+    T sum = T(0);
+    for (Index l = 0; l < L; ++l) sum += w[l] * W[(o * M + p) * L + l];
+    return sum;
+  }
+  T covariance(const T *w, Index o, Index p, Index b, Index q) const {
+    const Index low = p < q ? p : q, high = p < q ? q : p;
+    const T mean_p = mean(w, o, p), mean_q = mean(w, b, q);
+    T sum = T(0);
+    for (Index l = 0; l < L; ++l) {
+      T P = (low == high ? T(1) : factor().entry(low, high)[l]) * d[high * L + l];
+      for (Index r = high + 1; r < M; ++r) P += factor().entry(low, r)[l] * d[r * L + l] * factor().entry(high, r)[l];
+      sum += w[l] * (noise(o, b, l) * P + (W[(o * M + p) * L + l] - mean_p) * (W[(b * M + q) * L + l] - mean_q));
+    }
+    return sum;
+  }
+
+  // After a sample: has the plant changed, or gone back? Otherwise the fresh member may be due to begin again.
+  MemberEvent decide() {
+    const int age = static_cast<int>(book[kFreshAge]);
+    if (book[kHasBefore] > T(0) && book[kBeforeEvidence] > T(kProof)) {
+      const double evidence = static_cast<double>(book[kBeforeEvidence]);
+      replace_members(kBefore);
+      return {KBT_RETURNED, static_cast<int>(evidence / kCap), evidence};
+    }
+    if (book[kEvidence] > T(kProof) && age >= kYoung) {
+      const double evidence = static_cast<double>(book[kEvidence]);
+      replace_members(kFresh);
+      return {KBT_CHANGED, age, evidence};
+    }
+    if (age >= kLives * M || book[kEvidence] < T(-kProof)) begin_fresh(false);
+    return {KBT_NO_CHANGE, 0, 0.0};
+  }
+
+  void begin_fresh(bool suspicious) {
+    const T prior = prior_of(kFresh, size());
+    for (Index p = 0; p < M; ++p) d[p * L + kFresh] = prior;
+    for (Index i = kFresh; i < LaneUD<T>::u_count(M); i += L) u[i] = T(0);
+    for (Index i = 0; i < O * M; ++i) W[i * L + kFresh] = first_weights[i];
+    for (Index i = 0; i < noise_count(); ++i) R[i * L + kFresh] = first_noise[i];
+    ages[kFresh] = T(0);
+    book[kEvidence] = book[kFreshAge] = T(0);
+    book[kSuspicious] = T(suspicious);
+  }
+
+  // The regular members go on from member `from`; the best of them is kept as it was.
+  void replace_members(Index from) {
+    Index best = 0;
+    for (Index l = 1; l < kRegular; ++l) best = log_weights[l] > log_weights[best] ? l : best;
+    const auto each = [&](T *x, Index n) {
+      for (Index i = 0; i < n; ++i, x += L) {
+        const T value = x[from], kept = x[best];
+        for (Index l = 0; l < kRegular; ++l) x[l] = value;
+        x[kBefore] = kept;
+      }
+    };
+    each(W, O * M);
+    each(d, M);
+    each(u, LaneUD<T>::u_count(M) / L);
+    each(R, noise_count());
+    each(ages, 1);
+    even_weights();
+    begin_fresh(false);
+    book[kHasBefore] = T(1);
+    book[kBeforeEvidence] = T(0);
+  }
+};
+
+}  // namespace kbt
