@@ -269,8 +269,9 @@ class Head:
     def __repr__(self) -> str:
         c = self.config
         shape = "→".join(str(n) for n in c["widths"])
+        structure = "watchful" if self._watchful else c["covariance"]
         return (
-            f"Head({shape}, {c['output']}, {'watchful' if self._watchful else c['covariance']}, {c['dtype']}, {c['rule']}; "
+            f"Head({shape}, {c['output']}, {structure}, {c['dtype']}, {c['rule']}; "
             f"{self.samples} samples, {self.nbytes / 1024:.1f} KiB)"
         )
 

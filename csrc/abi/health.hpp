@@ -62,6 +62,19 @@ void measure_variances(const Head<T> &head, kbt_health &health) {
   }
 }
 
+// The same over the members, whose D is in units of their noise.
+template <class T>
+void measure_members(const Head<T> &head, kbt_health &health) {
+  const MemberStore<T> s = head.store();
+  health.smallest_var = std::numeric_limits<double>::max();
+  for (Index i = 0; i < s.M * kLanes; ++i) {
+    const double var = static_cast<double>(s.d[i]) * static_cast<double>(s.noise(0, 0, i % kLanes));
+    if (i % kLanes >= s.kRegular) continue;
+    if (var < health.smallest_var) health.smallest_var = var;
+    if (var > health.largest_var) health.largest_var = var;
+  }
+}
+
 // The largest variance in prior and noise.
 template <class T>
 double variance_scale(const Head<T> &head) {
@@ -97,6 +110,16 @@ inline kbt_verdict verdict(const kbt_config &cfg, const kbt_watch &watch, const 
   return mean < health.low ? KBT_UNDERCONFIDENT : KBT_CONSISTENT;
 }
 
+// With members: the same evidence by which the head itself goes.
+inline kbt_verdict members_verdict(const kbt_watch &watch, const kbt_health &health) {
+  if (watch.offered >= kFewest && health.gated > 0.5) return KBT_DIVERGING;
+  if (watch.seen < kFewest) return KBT_TOO_FEW;
+  if (watch.since_change < kHold) return KBT_JUST_CHANGED;
+  if (health.average > kFarRatio) return KBT_DIVERGING;  // a third of the samples are surprises
+  if (watch.noisier) return KBT_NOISIER;
+  return watch.drifts ? KBT_DRIFTING : KBT_CONSISTENT;
+}
+
 template <class T>
 kbt_health judge(const Head<T> &head) {
   const kbt_watch &watch = head.watch;
@@ -116,6 +139,11 @@ kbt_health judge(const Head<T> &head) {
     health.high = std::numeric_limits<double>::infinity();
   }
   health.gated = static_cast<double>(watch.gated);
+  if (head.watchful()) {
+    measure_members(head, health);
+    health.verdict = members_verdict(watch, health);
+    return health;
+  }
   measure_variances(head, health);
   health.verdict = verdict(head.cfg, watch, health, kept.rejected, variance_scale(head));
   return health;

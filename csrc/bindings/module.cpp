@@ -43,7 +43,7 @@ void export_constants(py::module_ &m) {
   for (const auto &[name, status] : statuses) m.attr(name) = static_cast<int>(status);
 
   static_assert(KBT_FLOAT64 == 1 && KBT_SOFTMAX == 1 && KBT_DIAGONAL == 2 && KBT_REPLACE == 1 && KBT_NOISE_FULL == 3 &&
-                    KBT_AS_BEFORE == 7 && KBT_RETURNED == 2 && KBT_NO_BAND == 5 && KBT_FLIGHT_SET_NOISE == 4,
+                    KBT_AS_BEFORE == 7 && KBT_RETURNED == 2 && KBT_NOISIER == 8 && KBT_FLIGHT_SET_NOISE == 4,
                 "the tuples below are in the order of the enums");
   m.attr("DTYPES") = py::make_tuple("float32", "float64");
   m.attr("OUTPUTS") = py::make_tuple("gaussian", "softmax");
@@ -54,8 +54,8 @@ void export_constants(py::module_ &m) {
                                      "has changed", "as before");
   m.attr("CHANGES") = py::make_tuple("none", "changed", "returned");
   m.attr("FLIGHT_KINDS") = py::make_tuple("update", "update_labels", "observe", "observe_labels", "set_noise");
-  m.attr("VERDICTS") =
-      py::make_tuple("too few samples", "consistent", "overconfident", "underconfident", "diverging", "no band");
+  m.attr("VERDICTS") = py::make_tuple("too few samples", "consistent", "overconfident", "underconfident", "diverging",
+                                      "no band", "changed", "drifting", "noisy");
 }
 
 }  // namespace

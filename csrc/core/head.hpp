@@ -393,7 +393,7 @@ class Head : public kbt_head {
     const bool rejected = cfg.gate > 0.0 && static_cast<double>(nis) > cfg.gate;
     predicted_rows = 0;
     if (rejected) {
-      observed(nis, true, count);
+      note_gate(watch, true);
       ++counters.gated;
       if (result != nullptr)
         *result = {static_cast<double>(nis), static_cast<double>(members_.log_density(s, y)), 0, 0};
@@ -407,7 +407,10 @@ class Head : public kbt_head {
     }
     MemberEvent event;
     const typename Members<T>::Judged judged = members_.learn(s, y, given, event);
-    observed(judged.nis, false, count);
+    if (cfg.gate > 0.0) note_gate(watch, false);
+    const float share = static_cast<float>(judged.nis) / static_cast<float>(count);
+    note_nis(watch, (share < kMostNis ? share : kMostNis) * static_cast<float>(count), count);
+    note_members(watch, s.walking(), s.noise_level(), event.kind != KBT_NO_CHANGE);
     if (samples != kMostSamples) ++samples;
     if (event.kind != KBT_NO_CHANGE) note_change(changes, event, samples);
     if (result != nullptr) {

@@ -16,13 +16,15 @@ constexpr double kSurprise = 16.0;  // NIS per output of the mixture at which th
 constexpr double kCap = 2.0;        // nats of evidence that one sample may bring
 constexpr double kProof = 16.0;     // nats of evidence that make a change
 constexpr double kDoubt = 8.0;      // nats at which a challenger is as probable as the members
-constexpr int kYoung = 12;          // samples that the fresh member needs before it can be believed
-constexpr int kLives = 3;           // the fresh member begins anew after 3 (d + 1) samples
-constexpr double kFade = 0.998;     // of log weights per sample: they remember 500 samples
-constexpr double kShare = 1e-3;     // of the weights is spread evenly: nobody is forgotten
-constexpr int kNoiseMemory = 100;   // samples that the learned noise remembers
-constexpr int kBriefMemory = 10;    // the same, of the member for noisy targets
-constexpr int kSizeMemory = 1000;   // samples that the mean of |z|^2 remembers
+constexpr int kYoung = 120;  // samples for which a challenger must have been ahead before the plant counts as changed
+constexpr int kLives = 3;    // the fresh member begins anew after 3 (d + 1) samples, and not before 3 times the above
+constexpr int kMostReturns = 3;      // each return doubles the patience, up to eight times
+constexpr double kMostProof = 24.0;  // nats: evidence beyond is not saved up for worse times
+constexpr double kFade = 0.998;      // of log weights per sample: they remember 500 samples
+constexpr double kShare = 1e-3;      // of the weights is spread evenly: nobody is forgotten
+constexpr int kNoiseMemory = 100;    // samples that the learned noise remembers
+constexpr int kBriefMemory = 10;     // the same, of the member for noisy targets
+constexpr int kSizeMemory = 1000;    // samples that the mean of |z|^2 remembers
 
 struct MemberKind {
   double prior;      // variance of an output before any data
@@ -57,7 +59,7 @@ struct MemberStore {
   T *R;                            // O x 8, or O x O x 8
   T *log_weights, *ages;           // 8 each
   T *book;                         // what follows, kBook numbers
-  enum { kSize, kSeen, kEvidence, kFreshAge, kSuspicious, kBeforeEvidence, kHasBefore, kBook };
+  enum { kSize, kSeen, kEvidence, kFreshAge, kSuspicious, kBeforeEvidence, kBeforeAge, kHasBefore, kReturns, kBook };
 
   Index noise_count() const { return matrix ? O * O : O; }
   static Index count(Index M, Index O, bool matrix) {
@@ -186,11 +188,15 @@ struct MemberStore {
     return mixture;
   }
   void gain_evidence(T fresh, T before) {
-    const auto capped = [](T x) { return x > T(kCap) ? T(kCap) : (x < T(-kCap) ? T(-kCap) : x); };
-    book[kEvidence] += capped(fresh);
+    const auto add = [](T sum, T x) {
+      const T next = sum + (x > T(kCap) ? T(kCap) : (x < T(-kCap) ? T(-kCap) : x));
+      return next < T(kMostProof) ? next : T(kMostProof);
+    };
+    book[kEvidence] = add(book[kEvidence], fresh);
     book[kFreshAge] += T(1);
-    const T sum = book[kBeforeEvidence] + capped(before);
-    book[kBeforeEvidence] = book[kHasBefore] > T(0) && sum > T(0) ? sum : T(0);
+    const T sum = book[kHasBefore] > T(0) ? add(book[kBeforeEvidence], before) : T(0);
+    book[kBeforeEvidence] = sum > T(0) ? sum : T(0);
+    book[kBeforeAge] = sum > T(0) ? book[kBeforeAge] + T(1) : T(0);
   }
 
   // (9.3): P + Q for the members that walk, never above the prior.
@@ -245,20 +251,38 @@ struct MemberStore {
     return sum;
   }
 
+  // For the watch: the weight of the members that walk, and the log of the mean noise variance.
+  float walking() const {
+    T sum = T(0);
+    for (Index l = KBT_DRIFTS_SLOWLY; l <= KBT_OFFSET_DRIFTS; ++l) sum += exp_negative(log_weights[l]);
+    return static_cast<float>(sum);
+  }
+  float noise_level() const {
+    T sum = T(0);
+    for (Index l = 0; l < kRegular; ++l) {
+      T mean = T(0);
+      for (Index o = 0; o < O; ++o) mean += noise(o, o, l);
+      sum += exp_negative(log_weights[l]) * mean;
+    }
+    return static_cast<float>(log_positive(sum / T(O)));
+  }
+
   // After a sample: has the plant changed, or gone back? Otherwise the fresh member may be due to begin again.
   MemberEvent decide() {
-    const int age = static_cast<int>(book[kFreshAge]);
-    if (book[kHasBefore] > T(0) && book[kBeforeEvidence] > T(kProof)) {
-      const double evidence = static_cast<double>(book[kBeforeEvidence]);
+    const int age = static_cast<int>(book[kFreshAge]), back = static_cast<int>(book[kBeforeAge]);
+    const double evidence = static_cast<double>(book[kEvidence]);
+    const int patience = kYoung << static_cast<int>(book[kReturns]);
+    if (back >= patience && book[kBeforeEvidence] > T(kProof)) {
+      const MemberEvent event{KBT_RETURNED, back, static_cast<double>(book[kBeforeEvidence])};
       replace_members(kBefore);
-      return {KBT_RETURNED, static_cast<int>(evidence / kCap), evidence};
+      if (book[kReturns] < T(kMostReturns)) book[kReturns] += T(1);
+      return event;
     }
-    if (book[kEvidence] > T(kProof) && age >= kYoung) {
-      const double evidence = static_cast<double>(book[kEvidence]);
+    if (age >= patience && evidence > kProof) {
       replace_members(kFresh);
       return {KBT_CHANGED, age, evidence};
     }
-    if (age >= kLives * M || book[kEvidence] < T(-kProof)) begin_fresh(false);
+    if ((age >= kLives * M && age >= kLives * patience) || evidence < -kProof) begin_fresh(false);
     return {KBT_NO_CHANGE, 0, 0.0};
   }
 
@@ -292,7 +316,7 @@ struct MemberStore {
     even_weights();
     begin_fresh(false);
     book[kHasBefore] = T(1);
-    book[kBeforeEvidence] = T(0);
+    book[kBeforeEvidence] = book[kBeforeAge] = T(0);
   }
 };
 

@@ -18,6 +18,11 @@ struct kbt_watch {              // all zero: nothing seen yet
   float fast;                   // the mean with a shorter memory: is it growing?
   float gated;                  // recent share of samples that the gate rejected
   std::int32_t K;               // degrees of freedom of the latest sample
+  // of a head with members
+  float walking;               // recent weight of the members that walk
+  float level, usual;          // log of the noise variance: recently, and in the long run
+  std::uint32_t since_change;  // samples, up to kHold
+  bool drifts, noisier;        // with hysteresis
 };
 
 namespace kbt {
@@ -50,6 +55,26 @@ inline void note_nis(kbt_watch &watch, float nis, Index K) {
   const float share = 1.0F / static_cast<float>(K);
   watch.K = static_cast<std::int32_t>(K);
   note(watch, nis * share, 2.0F * share, 8.0F * share * share);
+}
+
+// What the members think after a sample: the weight of those that walk, and the log of the noise variance.
+constexpr std::uint32_t kHold = 200;  // samples for which a change is reported
+constexpr int kLately = 1000;         // samples over which drift and noise are judged
+constexpr int kUsual = 10000;         // samples that the usual level of noise remembers
+constexpr float kDriftsFrom = 0.9F, kDriftsTo = 0.5F, kNoisierFrom = 1.386F, kNoisierTo = 0.693F;  // 4 and 2 times
+constexpr float kMostNis = 32.0F;  // an outlier is no more than that to the average
+
+inline void note_members(kbt_watch &watch, float walking, float level, bool changed) {
+  const float w = weight_of(watch.seen, kLately);
+  watch.walking += (walking - watch.walking) * w;
+  watch.level += (level - watch.level) * w;
+  if (changed) watch.since_change = 0;
+  const bool settling = watch.since_change < kHold || watch.seen < static_cast<std::uint64_t>(kLately);
+  watch.usual = settling ? watch.level : watch.usual + (watch.level - watch.usual) * (1.0F / kUsual);
+  if (watch.since_change < kHold) ++watch.since_change;
+  if (watch.seen == 1 && !changed) watch.since_change = kHold;
+  watch.drifts = watch.walking > (watch.drifts ? kDriftsTo : kDriftsFrom);
+  watch.noisier = watch.level - watch.usual > (watch.noisier ? kNoisierTo : kNoisierFrom);
 }
 
 // p: rows x n predicted probabilities.

@@ -114,7 +114,10 @@ typedef enum kbt_verdict {
   KBT_OVERCONFIDENT = 2,  /* errors larger than predicted, or a gate that rejects more than outliers */
   KBT_UNDERCONFIDENT = 3, /* errors smaller than predicted */
   KBT_DIVERGING = 4,      /* errors far beyond the band and growing, most samples rejected, or variances blown up */
-  KBT_NO_BAND = 5         /* rule KBT_REPLACE: the expected average is unknown */
+  KBT_NO_BAND = 5,        /* rule KBT_REPLACE: the expected average is unknown */
+  KBT_JUST_CHANGED = 6,   /* members: the plant changed within the last 200 samples */
+  KBT_DRIFTING = 7,       /* members: a random walk explains the samples better than a plant that stands still */
+  KBT_NOISIER = 8         /* members: the noise variance is more than four times its usual level */
 } kbt_verdict;
 
 typedef struct kbt_health {
