@@ -19,6 +19,7 @@ constexpr double kDoubt = 8.0;      // nats at which a challenger is as probable
 constexpr int kYoung = 120;  // samples for which a challenger must have been ahead before the plant counts as changed
 constexpr int kLives = 3;    // the fresh member begins anew after 3 (d + 1) samples, and not before 3 times the above
 constexpr int kMostReturns = 3;      // each return doubles the patience, up to eight times
+constexpr double kLeadRate = 0.5;    // nats per sample by which it must have been ahead
 constexpr double kMostProof = 24.0;  // nats: evidence beyond is not saved up for worse times
 constexpr double kFade = 0.998;      // of log weights per sample: they remember 500 samples
 constexpr double kShare = 1e-3;      // of the weights is spread evenly: nobody is forgotten
@@ -59,7 +60,20 @@ struct MemberStore {
   T *R;                            // O x 8, or O x O x 8
   T *log_weights, *ages;           // 8 each
   T *book;                         // what follows, kBook numbers
-  enum { kSize, kSeen, kEvidence, kFreshAge, kSuspicious, kBeforeEvidence, kBeforeAge, kHasBefore, kReturns, kBook };
+  enum {
+    kSize,
+    kSeen,
+    kEvidence,
+    kFreshAge,
+    kSuspicious,
+    kBeforeEvidence,
+    kBeforeAge,
+    kHasBefore,
+    kReturns,
+    kLead,
+    kBeforeLead,
+    kBook
+  };
 
   Index noise_count() const { return matrix ? O * O : O; }
   static Index count(Index M, Index O, bool matrix) {
@@ -187,16 +201,19 @@ struct MemberStore {
     }
     return mixture;
   }
+  // Evidence gives a challenger its weight and is not saved up for worse times; its lead is the whole sum.
   void gain_evidence(T fresh, T before) {
-    const auto add = [](T sum, T x) {
-      const T next = sum + (x > T(kCap) ? T(kCap) : (x < T(-kCap) ? T(-kCap) : x));
-      return next < T(kMostProof) ? next : T(kMostProof);
-    };
-    book[kEvidence] = add(book[kEvidence], fresh);
+    const auto capped = [](T x) { return x > T(kCap) ? T(kCap) : (x < T(-kCap) ? T(-kCap) : x); };
+    const auto at_most = [](T x) { return x < T(kMostProof) ? x : T(kMostProof); };
+    const T gain = capped(fresh), regain = capped(before);
+    book[kEvidence] = at_most(book[kEvidence] + gain);
+    book[kLead] += gain;
     book[kFreshAge] += T(1);
-    const T sum = book[kHasBefore] > T(0) ? add(book[kBeforeEvidence], before) : T(0);
-    book[kBeforeEvidence] = sum > T(0) ? sum : T(0);
-    book[kBeforeAge] = sum > T(0) ? book[kBeforeAge] + T(1) : T(0);
+    const T sum = book[kHasBefore] > T(0) ? at_most(book[kBeforeEvidence] + regain) : T(0);
+    const bool ahead = sum > T(0);
+    book[kBeforeEvidence] = ahead ? sum : T(0);
+    book[kBeforeLead] = ahead ? book[kBeforeLead] + regain : T(0);
+    book[kBeforeAge] = ahead ? book[kBeforeAge] + T(1) : T(0);
   }
 
   // (9.3): P + Q for the members that walk, never above the prior.
@@ -270,19 +287,18 @@ struct MemberStore {
   // After a sample: has the plant changed, or gone back? Otherwise the fresh member may be due to begin again.
   MemberEvent decide() {
     const int age = static_cast<int>(book[kFreshAge]), back = static_cast<int>(book[kBeforeAge]);
-    const double evidence = static_cast<double>(book[kEvidence]);
+    const double lead = static_cast<double>(book[kLead]), before = static_cast<double>(book[kBeforeLead]);
     const int patience = kYoung << static_cast<int>(book[kReturns]);
-    if (back >= patience && book[kBeforeEvidence] > T(kProof)) {
-      const MemberEvent event{KBT_RETURNED, back, static_cast<double>(book[kBeforeEvidence])};
+    if (back >= patience && before > kLeadRate * back) {
       replace_members(kBefore);
       if (book[kReturns] < T(kMostReturns)) book[kReturns] += T(1);
-      return event;
+      return {KBT_RETURNED, back, before};
     }
-    if (age >= patience && evidence > kProof) {
+    if (age >= patience && lead > kLeadRate * age) {
       replace_members(kFresh);
-      return {KBT_CHANGED, age, evidence};
+      return {KBT_CHANGED, age, lead};
     }
-    if ((age >= kLives * M && age >= kLives * patience) || evidence < -kProof) begin_fresh(false);
+    if ((age >= kLives * M && age >= kLives * patience) || book[kEvidence] < T(-kProof)) begin_fresh(false);
     return {KBT_NO_CHANGE, 0, 0.0};
   }
 
@@ -293,7 +309,7 @@ struct MemberStore {
     for (Index i = 0; i < O * M; ++i) W[i * L + kFresh] = first_weights[i];
     for (Index i = 0; i < noise_count(); ++i) R[i * L + kFresh] = first_noise[i];
     ages[kFresh] = T(0);
-    book[kEvidence] = book[kFreshAge] = T(0);
+    book[kEvidence] = book[kLead] = book[kFreshAge] = T(0);
     book[kSuspicious] = T(suspicious);
   }
 
@@ -316,7 +332,7 @@ struct MemberStore {
     even_weights();
     begin_fresh(false);
     book[kHasBefore] = T(1);
-    book[kBeforeEvidence] = book[kBeforeAge] = T(0);
+    book[kBeforeEvidence] = book[kBeforeLead] = book[kBeforeAge] = T(0);
   }
 };
 
