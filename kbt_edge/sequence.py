@@ -174,18 +174,19 @@ class Sequences:
         """Learn row after row. If one is rejected, none is learned."""
         rows = self._trunk(source, inputs).copy() if self._causal else None
         before = self._head.to_bytes()
-        learned, nis, log_likelihood = False, 0.0, 0.0
+        learned, changed, nis, log_likelihood = False, False, 0.0, 0.0
         try:
             for i in range(len(target)):
                 self._h[0] = rows[i] if rows is not None else self._trunk(source, inputs[: i + 1])[-1]
                 self._labels[0] = target[i]
                 u = self._head.update(self._h, self._labels, noise_var)
                 learned |= u.status == "ok"
+                changed |= u.changed
                 nis, log_likelihood = nis + u.nis, log_likelihood + u.log_likelihood
         except BaseException:
             self._head.restore(before)
             raise
-        return Update("ok" if learned else "gated", nis, log_likelihood)
+        return Update("ok" if learned else "gated", nis, log_likelihood, changed)
 
     def _is_causal(self) -> bool:
         """Test whether the rows of a short target are the first rows of a longer one."""

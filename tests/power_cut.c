@@ -86,7 +86,7 @@ int main(int argc, char **argv) {
   kbt_head *head;
   long cut, times_old = 0, times_new = 0, last = 0;
   if (inputs < 1 || inputs > MAX_INPUTS || stride < 1) return 2;
-  kbt_config_default(&cfg, inputs, 1);
+  kbt_config_single(&cfg, inputs, 1);
   if (hidden > 0) {
     cfg.layers = 2;
     cfg.widths[1] = hidden;

@@ -42,7 +42,7 @@ static kbt_head *new_head(void) {
   kbt_head *head;
   float weight[INPUTS];
   int i;
-  kbt_config_default(&cfg, INPUTS, 1);
+  kbt_config_single(&cfg, INPUTS, 1);
   cfg.layers = 2;
   cfg.widths[1] = HIDDEN;
   cfg.widths[2] = 1;

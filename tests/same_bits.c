@@ -145,7 +145,7 @@ static kbt_config with_widths(int32_t a, int32_t b, int32_t c, int32_t e) {
   const int32_t widths[] = {a, b, c, e};
   kbt_config cfg;
   int i;
-  kbt_config_default(&cfg, a, b);
+  kbt_config_single(&cfg, a, b);
   for (i = 2; i < 4 && widths[i] != 0; ++i) {
     cfg.widths[i] = widths[i];
     cfg.layers = i;

@@ -101,7 +101,7 @@ int main(int argc, char **argv) {
   int i, o, outputs;
   if (!(correlated || steady || outliers || drift || plain || strcmp(scenario, "floor") == 0)) fail("usage", 0);
   outputs = atoi(argv[4]) == 2 ? 2 : 1;
-  kbt_config_default(&cfg, D, outputs);
+  kbt_config_single(&cfg, D, outputs);
   cfg.covariance =
       strcmp(argv[2], "full") == 0 ? KBT_FULL : (strcmp(argv[2], "neuron") == 0 ? KBT_NEURON : KBT_DIAGONAL);
   cfg.layers = atoi(argv[3]);

@@ -22,7 +22,7 @@ int main(int argc, char **argv) {
   d = atoi(argv[2]);
   updates = atol(argv[4]);
   if (d < 1 || d > MAX_D) return 2;
-  kbt_config_default(&cfg, d, 1);
+  kbt_config_single(&cfg, d, 1);
   cfg.covariance = atoi(argv[1]);
   cfg.layers = 2;
   cfg.widths[1] = atoi(argv[3]);

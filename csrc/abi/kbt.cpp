@@ -222,6 +222,15 @@ void kbt_config_default(kbt_config *cfg, int32_t d, int32_t d_o) {
   cfg->drift = KBT_DRIFT_AUTO;
 }
 
+void kbt_config_single(kbt_config *cfg, int32_t d, int32_t d_o) {
+  if (cfg == nullptr) return;
+  kbt_config_default(cfg, d, d_o);
+  for (double &var : cfg->prior_var) var = 1.0;
+  cfg->noise = KBT_NOISE_CONSTANT;
+  cfg->drift = 0.0;
+  cfg->softmax_order = 1;
+}
+
 kbt_status kbt_config_check(const kbt_config *cfg, const char **field) {
   if (field != nullptr) *field = "";
   if (cfg == nullptr) return KBT_E_NULL;

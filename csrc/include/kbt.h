@@ -161,8 +161,10 @@ typedef struct kbt_head kbt_head;
 KBT_API uint32_t kbt_abi_version(void);
 KBT_API const char *kbt_status_str(kbt_status status);
 
-/* A 1-layer float32 gaussian head with `d` inputs and `d_o` outputs. */
+/* A 1-layer float32 gaussian head with `d` inputs and `d_o` outputs: members, learned noise, nothing to choose. */
 KBT_API void kbt_config_default(kbt_config *cfg, int32_t d, int32_t d_o);
+/* The same as one filter of a plant that stands still: constant noise 1e-2, prior_var 1, softmax of first order. */
+KBT_API void kbt_config_single(kbt_config *cfg, int32_t d, int32_t d_o);
 /* Why a configuration is rejected: KBT_OK, KBT_E_CONFIG or KBT_E_SIZE; *field (if not NULL) names the setting. */
 KBT_API kbt_status kbt_config_check(const kbt_config *cfg, const char **field);
 /* Bytes of arena that kbt_init needs; 0 when the configuration is rejected. */

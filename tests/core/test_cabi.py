@@ -34,7 +34,7 @@ def pointer(array: np.ndarray | None) -> Any:
 
 def config(*widths: int, **fields: Any) -> Any:
     cfg = ffi.new("kbt_config *")
-    C.kbt_config_default(cfg, widths[0], widths[-1])
+    C.kbt_config_single(cfg, widths[0], widths[-1])
     cfg.layers = len(widths) - 1
     for i, width in enumerate(widths):
         cfg.widths[i] = width
@@ -175,7 +175,7 @@ print(len(maps), c.kbt_abi_version(), head.to_bytes().hex())
 
 
 def test_the_abi_version_is_that_of_the_header() -> None:
-    assert C.kbt_abi_version() == C.KBT_ABI_VERSION == 1
+    assert C.kbt_abi_version() == C.KBT_ABI_VERSION == 2
 
 
 def test_every_status_has_its_own_words() -> None:
@@ -936,7 +936,7 @@ int main(void) {
   int covariance, kind;
   for (covariance = 0; covariance < 3; ++covariance) {
     for (kind = 0; kind < 3; ++kind) {
-      kbt_config_default(&cfg, 3, 3);
+      kbt_config_single(&cfg, 3, 3);
       cfg.layers = 2;
       cfg.widths[1] = 8;
       cfg.widths[2] = 3;

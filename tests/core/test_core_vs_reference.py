@@ -56,10 +56,11 @@ def heads(case: dict[str, object], extra: dict[str, object]) -> tuple[kbt.Head, 
         hidden=HIDDEN[layers],
         dtype="float64",
         max_rows=rows,
+        drift=0.0,
         **settings,
     )
     means = [layer.mean for layer in double.layers]
-    single = kbt.Head.from_means(means, dtype="float32", max_rows=rows, **settings)
+    single = kbt.Head.from_means(means, dtype="float32", max_rows=rows, drift=0.0, **settings)
     return double, single, ReferenceHead(means, **settings)
 
 
@@ -128,7 +129,7 @@ def test_a_noise_matrix_and_noise_per_call_equal_reference(covariance: str, laye
     R = np.array([[0.5, 0.2], [0.2, 0.3]])
     settings = dict(prior_var=(0.3,) if layers == 1 else (0.02, 0.3), covariance=covariance, relu_order=3)
     means = [layer.mean for layer in head.layers]
-    head = kbt.Head.from_means(means, noise_var=R, dtype="float64", max_rows=2, **settings)
+    head = kbt.Head.from_means(means, noise_var=R, dtype="float64", max_rows=2, drift=0.0, **settings)
     reference = ReferenceHead(means, noise_var=R, **settings)
     rng = np.random.default_rng(3)
     for step in range(30):

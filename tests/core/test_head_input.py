@@ -244,7 +244,7 @@ def test_a_number_is_a_target_for_one_output(h: np.ndarray, dtype: str) -> None:
     answers = set()
     numbers = [2, 2.0, np.float32(2), np.float64(2), np.int16(2), np.array(2.0), np.array(2)]
     for y in (*numbers, np.full((*h.shape[:-1], 1), 2.0)):
-        head = kbt.Head(np.ones((1, D)), noise_var=0.1, dtype=dtype, max_rows=2)
+        head = kbt.Head(np.ones((1, D)), drift=0.0, noise_var=0.1, dtype=dtype, max_rows=2)
         head.predict(h)
         answers.add((head.observe(y), head.update(h, y), head.update(h, y, 0.5), head.to_bytes()))
     assert len(answers) == 1
@@ -608,8 +608,8 @@ def test_every_form_of_an_array_gives_the_result_of_a_plain_copy(
 def test_every_form_of_a_readout_gives_the_same_head(form: Callable[[np.ndarray], Any]) -> None:
     weight, bias = np.arange(1, 7, dtype=np.float32).reshape(2, 3), np.array([3.0, 4.0], np.float32)
     noise = np.array([[2.0, 1.0], [1.0, 3.0]], np.float32)
-    plain = kbt.Head(weight, bias, hidden=(6,), noise_var=noise)
-    assert kbt.Head(form(weight), form(bias), hidden=(6,), noise_var=form(noise)).to_bytes() == plain.to_bytes()
+    plain = kbt.Head(weight, bias, hidden=(6,), drift=0.0, noise_var=noise)
+    assert kbt.Head(form(weight), form(bias), hidden=(6,), drift=0.0, noise_var=form(noise)).to_bytes() == plain.to_bytes()
     means = [layer.mean for layer in plain.layers]
     assert kbt.Head.from_means([form(m) for m in means], noise_var=form(noise)).to_bytes() == plain.to_bytes()
 
@@ -704,7 +704,7 @@ def test_rows_of_every_magnitude_never_leave_a_state_that_is_not_finite(settings
     settings = dict(settings)
     hidden, rows, rng = settings.pop("hidden"), 3, np.random.default_rng(0)
     weight = [[1.0, 0.5, -0.5], [0.25, 0.0, 2.0]]
-    fresh = kbt.Head(weight, hidden=hidden, prior_var=10.0, max_rows=rows, **{"noise_var": 1e-2, **settings}).to_bytes()
+    fresh = kbt.Head(weight, hidden=hidden, prior_var=10.0, max_rows=rows, drift=0.0, **{"noise_var": 1e-2, **settings}).to_bytes()
     learned = 0
     for trial in range(300):
         if trial % 10 == 0:
@@ -737,7 +737,7 @@ def test_variances_never_outgrow_their_type(covariance: str, outputs: int, hidde
         if trial % 8 == 0:
             prior = 10.0 ** rng.uniform(-29, 3)
             settings: dict[str, Any] = {"covariance": covariance, "hidden": hidden, "dtype": dtype, "max_rows": 2}
-            head = kbt.Head(np.ones((outputs, 3)), rule="replace", prior_var=prior, noise_var=1e-9, **settings)
+            head = kbt.Head(np.ones((outputs, 3)), rule="replace", prior_var=prior, drift=0.0, noise_var=1e-9, **settings)
         h = spread(rng, (1 + trial % 2, 3), most / 3) * rng.integers(0, 2, 3)
         before = head.to_bytes()
         try:
@@ -757,7 +757,7 @@ def test_variances_never_outgrow_their_type(covariance: str, outputs: int, hidde
 @pytest.mark.parametrize(("dtype", "silent", "heard"), [("float32", 9e-13, 1.1e-12), ("float64", 9e-101, 1.1e-100)])
 def test_inputs_too_small_to_say_anything_count_as_zero(dtype: str, silent: float, heard: float) -> None:
     def learned(h: float) -> bytes:
-        head = kbt.Head(np.ones((1, 2)), hidden=(4,), prior_var=(1e-3, 1.0), noise_var=0.1, dtype=dtype)
+        head = kbt.Head(np.ones((1, 2)), hidden=(4,), prior_var=(1e-3, 1.0), drift=0.0, noise_var=0.1, dtype=dtype)
         head.update(np.array([h, 1.0]), np.array([2.0]))
         return head.to_bytes()
 

@@ -36,7 +36,7 @@ def verdicts(
     for seed in range(seeds):
         rng = np.random.default_rng(1000 + seed)
         weight = rng.normal(size=(outputs, D))
-        head = kbt.Head(weight, **{"prior_var": 1.0, "noise_var": 0.01, **settings})
+        head = kbt.Head(weight, **{"drift": 0.0, "prior_var": 1.0, "noise_var": 0.01, **settings})
         h, y = plant(seed, head, weight, true_var, samples)
         y[rng.random(samples) < outliers] += 50.0
         for step in range(samples):
@@ -90,7 +90,7 @@ def test_a_gate_against_outliers_is_no_alarm_and_one_that_rejects_much_more_is()
 
 
 def test_a_gate_that_locks_a_changed_plant_out_is_called_diverging() -> None:
-    head = kbt.Head(np.ones((1, D)), prior_var=1.0, noise_var=0.01, gate=16.0)
+    head = kbt.Head(np.ones((1, D)), prior_var=1.0, drift=0.0, noise_var=0.01, gate=16.0)
     h, y = plant(0, head, np.ones((1, D)), 0.01, 600)
     told = []
     for step in range(600):
@@ -103,7 +103,7 @@ def test_a_gate_that_locks_a_changed_plant_out_is_called_diverging() -> None:
 
 def test_errors_that_grow_without_end_are_called_diverging() -> None:
     """A head that forgets nothing behind a plant that runs away from it."""
-    head = kbt.Head(np.ones((1, D)), prior_var=1.0, noise_var=0.01)
+    head = kbt.Head(np.ones((1, D)), prior_var=1.0, drift=0.0, noise_var=0.01)
     h, y = plant(1, head, np.ones((1, D)), 0.01, 800)
     told = []
     for step in range(800):
@@ -122,7 +122,7 @@ def test_a_constant_error_however_large_is_not_called_diverging() -> None:
 
 
 def test_variances_that_blow_up_are_called_diverging() -> None:
-    head = kbt.Head(np.ones((1, D)), prior_var=1.0, noise_var=10.0, rule="replace")
+    head = kbt.Head(np.ones((1, D)), prior_var=1.0, drift=0.0, noise_var=10.0, rule="replace")
     for step in range(8):  # a variance of 10 at the output is one of 2 in the weights, and nothing unusual
         head.update(np.eye(D)[step % D], [0.0])
     assert head.health().verdict == "no band"
@@ -193,7 +193,7 @@ def test_the_band_of_a_softmax_is_that_of_its_mean_surprise_whatever_the_rows(ro
 
 
 def test_the_average_is_that_of_the_last_updates() -> None:
-    head = kbt.Head(np.ones((2, D)), prior_var=1.0, noise_var=0.01)
+    head = kbt.Head(np.ones((2, D)), prior_var=1.0, drift=0.0, noise_var=0.01)
     h, y = plant(3, head, np.ones((2, D)), 0.01, 500)
     nis = [head.update(h[step], y[step]).nis / 2 for step in range(150)]
     assert head.health().average == pytest.approx(np.mean(nis), rel=1e-5)
@@ -207,7 +207,7 @@ def test_the_average_is_that_of_the_last_updates() -> None:
 @pytest.mark.parametrize(("outputs", "samples"), [(1, 30), (1, 100), (3, 200)])
 def test_the_band_is_that_of_the_chi_square_distribution(outputs: int, samples: int) -> None:
     stats = pytest.importorskip("scipy.stats")
-    head = kbt.Head(np.ones((outputs, D)), noise_var=0.01)
+    head = kbt.Head(np.ones((outputs, D)), drift=0.0, noise_var=0.01)
     for step in range(samples):
         head.update(np.eye(D)[step % D], np.zeros(outputs))
     dof = samples * outputs
@@ -219,7 +219,7 @@ def test_the_band_is_that_of_the_chi_square_distribution(outputs: int, samples: 
 @pytest.mark.parametrize("gate", [3.0, 10.0, 30.0])
 def test_the_band_behind_a_gate_is_that_of_what_passes(gate: float, outputs: int) -> None:
     stats = pytest.importorskip("scipy.stats")
-    head = kbt.Head(np.ones((outputs, D)), noise_var=1e6, prior_var=1e-6, gate=gate)
+    head = kbt.Head(np.ones((outputs, D)), drift=0.0, noise_var=1e6, prior_var=1e-6, gate=gate)
     for _ in range(2000):
         head.update(np.zeros(D), np.zeros(outputs))
     passing = stats.chi2(outputs).cdf(gate)
@@ -232,7 +232,7 @@ def test_the_band_behind_a_gate_is_that_of_what_passes(gate: float, outputs: int
 
 
 def test_too_few_samples_is_said_until_there_are_thirty_and_again_after_a_new_start() -> None:
-    head = kbt.Head(np.ones((1, D)), noise_var=0.01)
+    head = kbt.Head(np.ones((1, D)), drift=0.0, noise_var=0.01)
     blob = head.to_bytes()
     assert repr(head.health()) == "Health(too few samples)"
     for step in range(30):
@@ -245,7 +245,7 @@ def test_too_few_samples_is_said_until_there_are_thirty_and_again_after_a_new_st
 
 
 def test_a_rejected_sample_is_not_judged_and_the_state_knows_nothing_of_it_all() -> None:
-    head, other = (kbt.Head(np.ones((1, D)), noise_var=0.01) for _ in range(2))
+    head, other = (kbt.Head(np.ones((1, D)), drift=0.0, noise_var=0.01) for _ in range(2))
     for step in range(40):
         head.update(np.eye(D)[step % D], [1.0])
     before, blob = head.health(), head.to_bytes()
@@ -260,7 +260,7 @@ def test_a_rejected_sample_is_not_judged_and_the_state_knows_nothing_of_it_all()
 
 
 def test_health_is_a_record_that_says_what_it_is() -> None:
-    head = kbt.Head(np.ones((1, D)), noise_var=0.01, gate=9.0)
+    head = kbt.Head(np.ones((1, D)), drift=0.0, noise_var=0.01, gate=9.0)
     for step in range(60):
         head.update(np.eye(D)[step % D], [1.0 if step != 50 else 99.0])
     health = head.health()
@@ -275,10 +275,10 @@ def test_health_is_a_record_that_says_what_it_is() -> None:
 
 def test_c_says_the_same_as_python() -> None:
     ffi, C = library()
-    head = kbt.Head(np.ones((1, D)), prior_var=1.0, noise_var=0.01)
+    head = kbt.Head(np.ones((1, D)), prior_var=1.0, drift=0.0, noise_var=0.01)
     h, y = plant(0, head, np.ones((1, D)), 0.01, 50)
     cfg = ffi.new("kbt_config *")
-    C.kbt_config_default(cfg, D, 1)
+    C.kbt_config_single(cfg, D, 1)
     room = np.zeros(C.kbt_arena_bytes(cfg) + 64, np.uint8)
     arena = ffi.cast("char *", room.ctypes.data) + (-room.ctypes.data) % 64
     other, told = ffi.new("kbt_head **"), ffi.new("kbt_health *")

@@ -176,7 +176,7 @@ def test_a_log_of_a_head_that_has_rejected_a_prediction_replays_to_the_same_bits
 
 
 def test_the_records_say_what_came() -> None:
-    head = kbt.Head(np.ones((2, D)), noise_var=0.1, max_rows=2, gate=100.0)
+    head = kbt.Head(np.ones((2, D)), drift=0.0, noise_var=0.1, max_rows=2, gate=100.0)
     head.record(10)
     h = np.arange(6, dtype=np.float32).reshape(2, D)
     head.update(h[0], [1.0, 2.0], noise_var=0.5)
@@ -206,7 +206,7 @@ def test_labels_are_kept_as_they_came() -> None:
 
 
 def test_a_restored_state_begins_the_recording_anew() -> None:
-    head = kbt.Head(np.ones((2, D)), noise_var=0.1, max_rows=2)
+    head = kbt.Head(np.ones((2, D)), drift=0.0, noise_var=0.1, max_rows=2)
     blob = head.to_bytes()
     head.record(10)
     feed(head, 30)
@@ -241,7 +241,7 @@ def place_of_h(log: bytes, record: int) -> int:
 
 def test_a_difference_is_found_where_it_is() -> None:
     """The same records on another state: the first sample already comes out differently."""
-    head = kbt.Head(np.ones((1, D)), noise_var=0.1)
+    head = kbt.Head(np.ones((1, D)), drift=0.0, noise_var=0.1)
     head.record(100)
     for step in range(10):
         head.update(np.eye(D)[step % D], [1.0 * step])
@@ -259,7 +259,7 @@ def test_a_difference_is_found_where_it_is() -> None:
 
 def test_calls_with_null_and_impossible_rows_are_recorded_and_rejected_again() -> None:
     cfg = ffi.new("kbt_config *")
-    C.kbt_config_default(cfg, D, 2)
+    C.kbt_config_single(cfg, D, 2)
     cfg.max_rows = 2
     arena = Aligned(C.kbt_arena_bytes(cfg))
     slot, flight = ffi.new("kbt_head **"), ffi.new("kbt_flight **")
@@ -305,7 +305,7 @@ def test_calls_with_null_and_impossible_rows_are_recorded_and_rejected_again() -
 
 def test_a_recorder_needs_its_room() -> None:
     cfg = ffi.new("kbt_config *")
-    C.kbt_config_default(cfg, D, 2)
+    C.kbt_config_single(cfg, D, 2)
     arena = Aligned(C.kbt_arena_bytes(cfg))
     slot, flight = ffi.new("kbt_head **"), ffi.new("kbt_flight **")
     assert C.kbt_init(cfg, arena.start, arena.size, slot) == C.KBT_OK
@@ -327,14 +327,14 @@ def test_a_recorder_needs_its_room() -> None:
 
 def test_a_record_that_no_memory_could_hold_is_rejected() -> None:
     cfg = ffi.new("kbt_config *")
-    C.kbt_config_default(cfg, 1 << 14, 1)
+    C.kbt_config_single(cfg, 1 << 14, 1)
     cfg.covariance, cfg.max_rows = C.KBT_DIAGONAL, 1 << 14
     assert C.kbt_flight_bytes(cfg, 2) == 0
 
 
 def test_a_recorder_that_was_replaced_has_no_log() -> None:
     cfg = ffi.new("kbt_config *")
-    C.kbt_config_default(cfg, D, 2)
+    C.kbt_config_single(cfg, D, 2)
     arena, memory = Aligned(C.kbt_arena_bytes(cfg)), [Aligned(C.kbt_flight_bytes(cfg, 4)) for _ in range(2)]
     slot, flights = ffi.new("kbt_head **"), [ffi.new("kbt_flight **") for _ in range(2)]
     assert C.kbt_init(cfg, arena.start, arena.size, slot) == C.KBT_OK
@@ -369,7 +369,7 @@ def sealed(data: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def small() -> bytes:
-    head = kbt.Head(np.ones((2, D)), noise_var=0.1, max_rows=2)
+    head = kbt.Head(np.ones((2, D)), drift=0.0, noise_var=0.1, max_rows=2)
     head.record(6)
     feed(head, 8)
     return head.flight_log()

@@ -72,7 +72,7 @@ class HeadBesideReference(RuleBasedStateMachine):
         self.d_o, hidden = made.pop("d_o"), made.pop("hidden", ())
         made["prior_var"] = (0.3,) if not hidden else (0.02, 0.3)
         weight = rng.normal(size=(self.d_o, D))
-        self.head = kbt.Head(weight, hidden=hidden, dtype="float64", max_rows=MAX_ROWS, **made)
+        self.head = kbt.Head(weight, hidden=hidden, dtype="float64", max_rows=MAX_ROWS, drift=0.0, **made)
         if made["noise_var"] is None:
             del made["noise_var"]
         self.reference = ReferenceHead([layer.mean for layer in self.head.layers], **made)
@@ -273,7 +273,7 @@ class ModelOnDisk(RuleBasedStateMachine):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name) / "model"
-        head = kbt.Head(np.arange(6.0).reshape(2, 3) / 6, noise_var=0.1)
+        head = kbt.Head(np.arange(6.0).reshape(2, 3) / 6, drift=0.0, noise_var=0.1)
         self.model = kbt.Model(
             tiny_onnx.Control().onnx, head, input_scale=2.0, output_offset=(5.0, -1.0), output_scale=3.0,
             backend="onnxruntime",

@@ -33,7 +33,7 @@ HELPERS = """
 kbt_head *new_head(int inputs) {
   kbt_config cfg;
   kbt_head *head;
-  kbt_config_default(&cfg, inputs, 1);
+  kbt_config_single(&cfg, inputs, 1);
   return kbt_init(&cfg, aligned_alloc(64, (kbt_arena_bytes(&cfg) + 63) / 64 * 64), kbt_arena_bytes(&cfg), &head)
              ? NULL : head;
 }

@@ -36,7 +36,7 @@ std::vector<unsigned char> state_of(const kbt_head *head) {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t *data, std::size_t size) {
   fuzz::Bytes in(data, size);
   kbt_config cfg;
-  kbt_config_default(&cfg, 1 + in.below(3), 1);
+  kbt_config_single(&cfg, 1 + in.below(3), 1);
   kbt_head *head = nullptr;
   REQUIRE(kbt_init(&cfg, arena, sizeof arena, &head) == KBT_OK);
   const kbt_store store = {{slots[0], slots[1]}, kSlot, erase, write, nullptr};

@@ -44,15 +44,15 @@ def test_on_its_stream_the_choice_is_the_best_that_was_tried_and_not_worse_than_
 def test_it_finds_a_wrong_noise_variance_and_is_better_on_another_stream() -> None:
     for true, assumed in ((1e-4, 1.0), (1.0, 1e-4)):
         h, y = stream(1, noise=true)
-        wrong = kbt.Head(WEIGHT, noise_var=assumed)
+        wrong = kbt.Head(WEIGHT, drift=0.0, noise_var=assumed)
         tuned = tune(wrong, h, y)
         assert tuned.best.noise_var == pytest.approx(true, rel=1.0)
         other = stream(2, 200, noise=true)
-        assert score(tuned.head, *other) > score(kbt.Head(WEIGHT, noise_var=assumed), *other) + 0.5
+        assert score(tuned.head, *other) > score(kbt.Head(WEIGHT, drift=0.0, noise_var=assumed), *other) + 0.5
 
 
 def test_a_change_that_is_small_gets_a_tight_prior_and_a_large_one_a_wide_prior() -> None:
-    small, large = (tune(kbt.Head(WEIGHT, noise_var=0.01), *stream(3, change=change)) for change in (0.01, 3.0))
+    small, large = (tune(kbt.Head(WEIGHT, drift=0.0, noise_var=0.01), *stream(3, change=change)) for change in (0.01, 3.0))
     assert small.best.prior_var[0] < 0.1 < 1.0 < large.best.prior_var[0]
 
 
@@ -90,14 +90,14 @@ def test_noise_per_output_keeps_its_ratios() -> None:
     rng = np.random.default_rng(7)
     h = rng.normal(size=(80, 3))
     y = h @ np.ones((3, 2)) + rng.normal(size=(80, 2)) * [0.1, 0.3]
-    tuned = tune(kbt.Head(np.zeros((2, 3)), noise_var=[1.0, 9.0]), h, y)
+    tuned = tune(kbt.Head(np.zeros((2, 3)), drift=0.0, noise_var=[1.0, 9.0]), h, y)
     assert tuned.head.noise_var[1] / tuned.head.noise_var[0] == pytest.approx(9.0, rel=1e-5)
     assert tuned.head.noise_var[0] < 0.1
 
 
 def make_model() -> Model:
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
-    head = kbt.Head(WEIGHT, noise_var=1.0)
+    head = kbt.Head(WEIGHT, drift=0.0, noise_var=1.0)
     return Model(tiny_onnx.Control().onnx, head, input_scale=2.0, output_scale=10.0, backend="onnxruntime")
 
 

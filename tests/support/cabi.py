@@ -111,7 +111,7 @@ def build_with_installed(cc: str, source: Path, target: Path, *more: object) -> 
 # ---- the state blob, read as csrc/abi/state.hpp documents it ---------------------------------------------------------
 
 HEADER = struct.Struct("<4sIQII")  # magic, version, length, CRC-32 of the rest, 0
-CONFIG = struct.Struct("<18i12d")
+CONFIG = struct.Struct("<18i13d")
 MAX_LAYERS = 8
 
 
@@ -142,7 +142,7 @@ def parse_state(blob: bytes) -> State:
     config = dict(zip(names, numbers[11:18], strict=True))
     dtype, layers, widths = numbers[0], numbers[1], numbers[2:11]
     config |= {"dtype": dtype, "layers": layers, "widths": list(widths), "prior_var": list(numbers[18:26])}
-    config |= dict(zip(("noise_var", "input_var", "forgetting", "gate"), numbers[26:], strict=True))
+    config |= dict(zip(("noise_var", "input_var", "forgetting", "gate", "drift"), numbers[26:], strict=True))
     at = HEADER.size + CONFIG.size
     samples, noise_count = struct.unpack_from("<Qi", blob, at)
     at += 12
