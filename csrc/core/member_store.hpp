@@ -265,7 +265,7 @@ struct MemberStore {
       for (Index r = high + 1; r < M; ++r) P += factor().entry(low, r)[l] * d[r * L + l] * factor().entry(high, r)[l];
       sum += w[l] * (noise(o, b, l) * P + (W[(o * M + p) * L + l] - mean_p) * (W[(b * M + q) * L + l] - mean_q));
     }
-    return sum;
+    return sum < kLargest<T> ? (sum > -kLargest<T> ? sum : -kLargest<T>) : kLargest<T>;
   }
 
   // For the watch: the weight of the members that walk, and the log of the mean noise variance.

@@ -82,8 +82,8 @@ class Members {
 
   // ---- learn -------------------------------------------------------------------------------------------------------
 
-  // No target may be so large that its error leaves the range.
-  static bool target_in_range(const T *y, Index count) { return largest_magnitude(y, count, T(0)) < kLargest<T>; }
+  // No target may be so large that the square of its error leaves the range.
+  static bool target_in_range(const T *y, Index count) { return largest_magnitude(y, count, T(0)) < farthest(); }
 
   // NIS of the mixture over all rows, for the gate.
   T nis(const Store &s, const T *y) const {
@@ -129,6 +129,7 @@ class Members {
   }
 
  private:
+  static T farthest() { return std::sqrt(kLargest<T>); }
   static T bounded(T nis) { return nis < T(1e30) ? nis : T(1e30); }  // not NaN: errors are finite, variances positive
 
   LaneUD<T> factor(const Store &s) const { return {s.M, s.begun() ? s.d : first_d_, s.u}; }
@@ -176,7 +177,7 @@ class Members {
   }
   bool in_range(const Store &s, Index a) const {
     if (!all_finite(total_ + a * s.O, s.O)) return false;
-    return largest_magnitude(means_ + a * s.O * L, s.O * L, T(0)) < kLargest<T> &&
+    return largest_magnitude(means_ + a * s.O * L, s.O * L, T(0)) < farthest() &&
            largest_magnitude(c_ + a * L, L, T(0)) < kLargest<T>;
   }
 

@@ -474,7 +474,7 @@ BAD_BLOBS: dict[str, tuple[Callable[[bytes], Any], type[KbtError]]] = {
     "truncated": (lambda good: good[:-1], BundleError),
     "trailing byte": (lambda good: good + b"\0", BundleError),
     "damaged": (lambda good: good[:-1] + bytes([good[-1] ^ 1]), BundleError),
-    "newer version": (lambda good: good[:4] + b"\2" + good[5:], BundleError),
+    "newer version": (lambda good: good[:4] + b"\3" + good[5:], BundleError),
 }
 
 

@@ -106,7 +106,7 @@ def test_the_bytes_are_little_endian_and_laid_out_as_documented(settings: dict[s
     head = make(settings)
     blob = head.to_bytes()
     state = parse_state(blob)
-    assert (state.version, state.length) == (1, len(blob))
+    assert (state.version, state.length) == (2, len(blob))
     assert state.crc == zlib.crc32(blob[24:])
     assert state.samples == head.samples
 
@@ -127,6 +127,7 @@ def test_the_bytes_are_little_endian_and_laid_out_as_documented(settings: dict[s
         "input_var": 1e-3,
         "forgetting": 0.99,
         "gate": 1e6,
+        "drift": 0.0,
     }
     np.testing.assert_array_equal(state.noise, head.noise_var)
     for found, layer in zip(state.layers, head.layers, strict=True):

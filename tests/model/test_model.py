@@ -39,7 +39,7 @@ X, Y = np.array([1.0, -1.1, 8.0, 0.3]), np.array([120.0, -2.97])
 
 
 def make_head(d_o: int = 2, **settings: Any) -> kbt.Head:
-    settings = {"hidden": (6,), "prior_var": (1e-3, 0.3), "noise_var": 0.05, **settings}
+    settings = {"hidden": (6,), "prior_var": (1e-3, 0.3), "noise_var": 0.05, "drift": 0.0, **settings}
     return kbt.Head(WEIGHT[:d_o], BIAS[:d_o], **settings)
 
 
