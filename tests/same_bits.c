@@ -146,6 +146,7 @@ static kbt_config with_widths(int32_t a, int32_t b, int32_t c, int32_t e) {
   kbt_config cfg;
   int i;
   kbt_config_default(&cfg, a, b);
+  cfg.softmax_order = 1; /* part of every state: the hashes have not changed since this was the default */
   for (i = 2; i < 4 && widths[i] != 0; ++i) {
     cfg.widths[i] = widths[i];
     cfg.layers = i;
@@ -211,6 +212,13 @@ int main(void) {
   cfg.noise = KBT_NOISE_ADAPTIVE;
   cfg.forgetting = 0.99;
   report("adaptive", cfg, n / 10);
+
+  cfg = with_widths(4, 11, 3, 0);
+  cfg.output = KBT_SOFTMAX;
+  cfg.noise = KBT_NOISE_MULTINOMIAL;
+  cfg.softmax_order = 0;
+  cfg.max_rows = 2;
+  report("moment", cfg, n / 50);
 
 #ifndef KBT_NO_FLOAT64
   cfg = with_widths(16, 32, 1, 0);

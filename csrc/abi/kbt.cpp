@@ -140,7 +140,7 @@ const char *bad_setting(const kbt_config &cfg) {
   if (cfg.noise == KBT_NOISE_ADAPTIVE && (cfg.output != KBT_GAUSSIAN || cfg.rule != KBT_FUSE)) return "noise";
   if (cfg.noise == KBT_NOISE_MULTINOMIAL && cfg.output != KBT_SOFTMAX) return "noise";
   if (cfg.relu_order < 2 || cfg.relu_order > 12) return "relu_order";
-  if (cfg.softmax_order < 1 || cfg.softmax_order > 2) return "softmax_order";
+  if (cfg.softmax_order < 0 || cfg.softmax_order > 2) return "softmax_order";
   for (int i = 0; i < cfg.layers; ++i) {
     if (!within(cfg.prior_var[i], kSmallest, kLargest)) return "prior_var";
   }
@@ -204,7 +204,7 @@ void kbt_config_default(kbt_config *cfg, int32_t d, int32_t d_o) {
   cfg->max_rows = 1;
   cfg->covariance = KBT_NEURON;
   cfg->relu_order = 2;
-  cfg->softmax_order = 1;
+  cfg->softmax_order = 0;
   for (double &var : cfg->prior_var) var = 1.0;
   cfg->noise_var = 1e-2;
   cfg->forgetting = 1.0;

@@ -77,7 +77,7 @@ typedef struct kbt_config {
   int32_t rule;                       /* KBT_FUSE; KBT_REPLACE is the paper's, rejected for softmax */
   int32_t noise;                      /* KBT_NOISE_CONSTANT; ADAPTIVE: gaussian only; MULTINOMIAL: softmax only */
   int32_t relu_order;                 /* 2..12: where the off-diagonal series of the ReLU stops */
-  int32_t softmax_order;              /* 1 or 2: Taylor order of the softmax mean */
+  int32_t softmax_order;              /* 0: moment softmax, method.md (11.1); 1, 2: Taylor order of the mean */
   double prior_var[KBT_MAX_LAYERS];   /* > 0, variance of every weight of a layer before any data */
   double noise_var;                   /* >= 0, initial observation noise R; see kbt_set_noise for more than a scalar */
   double input_var;                   /* >= 0, variance of the input h */
