@@ -189,9 +189,8 @@ def moment_softmax(mu: Array, Sigma: Array) -> MomentSoftmax:
     q = (mean + SMOOTHING) / (1 + d_o * SMOOTHING)
     J = _jacobian(q)
     M = np.einsum("aiaj->aij", (kappa.ravel()[:, None] * Sigma * kappa.ravel()).reshape(y, d_o, y, d_o))
-    by_rows = np.einsum("aij,aj->ai", np.abs(M), q).max(axis=1)
-    trace = np.einsum("aij,aji->a", np.einsum("aiaj->aij", J.reshape(y, d_o, y, d_o)), M)
-    return MomentSoftmax(mean, q, J * kappa.ravel(), np.maximum(1.0, np.minimum(by_rows, trace) / MOST_EXPLAINED))
+    bound = np.einsum("aij,aj->ai", np.abs(M), q).max(axis=1)  # Gershgorin's, of diag(q) M
+    return MomentSoftmax(mean, q, J * kappa.ravel(), np.maximum(1.0, bound / MOST_EXPLAINED))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

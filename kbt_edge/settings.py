@@ -86,10 +86,12 @@ DEFAULTS: Final[HeadSettings] = {
 }
 
 # Variances where None is given (docs/study.md has the figures). h of a transformer varies by 0.3 to 1 along the few
-# directions that matter, and outputs are scaled to order one: a new readout needs weights of 1/0.3, variance 10. A few
-# units of its logits settle a softmax, |h|² var ≈ 2 with var = 0.1. Copies of h in hidden layers must stay far below
-# the signal. Noise starts at 10 % of the output.
-_READOUT_VAR: Final = {"gaussian": 10.0, "softmax": 0.1}  # last layer
+# directions that matter, and outputs are scaled to order one: a new readout needs weights of 1/0.3, variance 10. A
+# softmax is settled by a few units of its logits: variance 1, and less for wide h, so that that of a logit, about
+# d var, stays below 16. Copies of h in hidden layers must stay far below the signal. Noise starts at 10 % of the output.
+_READOUT_VAR: Final = 10.0  # last layer
+_SOFTMAX_VAR: Final = 1.0
+_LOGIT_VAR: Final = 16.0
 _COPIES_VAR: Final = 1e-6  # layers below
 _NOISE_VAR: Final = 1e-2
 
@@ -129,7 +131,8 @@ def make_config(widths: list[int], settings: HeadSettings) -> tuple[_core.Config
     config.max_rows = _int32("max_rows", given["max_rows"])
     prior_var = given["prior_var"]
     if prior_var is None:
-        prior_var = [_COPIES_VAR] * (layers - 1) + [_READOUT_VAR[output]]
+        readout = _READOUT_VAR if output == "gaussian" else min(_SOFTMAX_VAR, _LOGIT_VAR / widths[0])
+        prior_var = [_COPIES_VAR] * (layers - 1) + [readout]
     config.prior_var = _per_layer("prior_var", prior_var, layers)
     config.input_var = _number("input_var", given["input_var"])
     config.forgetting = _number("forgetting", given["forgetting"])

@@ -88,26 +88,20 @@ T bernoulli_variance(const T *q, Index n, Index i) {
 
 constexpr double kMostExplained = 0.9;  // how much of the innovation's covariance the logits may claim
 
-// s of (11.4), from two bounds of the largest eigenvalue of J M with M = diag(kappa) S diag(kappa): by J <= diag(q) it
-// is at most the largest of sum_k q_k |M_ik|, and it is at most the trace. S has leading dimension ld; where the logits
-// are known to be uncorrelated, only its diagonal is read.
+// s of (11.4). With M = diag(kappa) S diag(kappa) and J <= diag(q), the largest eigenvalue of J M is at most the
+// largest of the sums over k of |M_ik| q_k. S has leading dimension ld; where the logits are known to be uncorrelated,
+// only its diagonal is read.
 template <class T>
 T moment_scale(const T *q, const T *kappa, const T *S, Index ld, Index n, bool correlated) {
-  T largest = T(0), trace = T(0);
+  T largest = T(kMostExplained);
   for (Index i = 0; i < n; ++i) {
     const T *row = S + i * ld;
-    const T own = kappa[i] * kappa[i] * row[i];
-    T sum = q[i] * own, others = T(0);
-    for (Index k = 0; correlated && k < n; ++k) {
-      const T entry = k == i ? T(0) : kappa[i] * kappa[k] * row[k] * q[k];
-      sum += std::fabs(entry);
-      others += entry;
-    }
+    T sum = T(0);
+    for (Index k = correlated ? 0 : i; k < (correlated ? n : i + 1); ++k) sum += kappa[k] * q[k] * std::fabs(row[k]);
+    sum *= kappa[i];
     largest = sum > largest ? sum : largest;
-    trace += bernoulli_variance(q, n, i) * own - q[i] * others;
   }
-  const T bound = (largest < trace ? largest : trace) / T(kMostExplained);
-  return bound > T(1) ? bound : T(1);
+  return largest / T(kMostExplained);
 }
 
 }  // namespace kbt
