@@ -46,8 +46,8 @@ _core.set_results(Prediction, Update, KbtError)
 class Head:
     """A Bayesian MLP that replaces a readout ``weight @ h + bias`` and keeps learning. method.md has the mathematics.
 
-    Before any data it reproduces the readout. A softmax reproduces its logits; its probabilities are nearer to each other
-    the wider the prior is.
+    Before any data it reproduces the readout. A softmax reproduces the logits, and its probabilities are nearer to each
+    other the wider the prior is.
 
     weight, bias     the readout to replace: (d_o, d) and (d_o,) or None
     hidden           widths of the hidden layers, each at least 2 d; () keeps a single linear layer

@@ -88,7 +88,8 @@ DEFAULTS: Final[HeadSettings] = {
 # Variances where None is given (docs/study.md has the figures). h of a transformer varies by 0.3 to 1 along the few
 # directions that matter, and outputs are scaled to order one: a new readout needs weights of 1/0.3, variance 10. A
 # softmax is settled by a few units of its logits: variance 1, and less for wide h, so that that of a logit, about
-# d var, stays below 16. Copies of h in hidden layers must stay far below the signal. Noise starts at 10 % of the output.
+# d var, stays below 16. Copies of h in hidden layers must stay far below the signal. Noise starts at 10 % of the
+# output.
 _READOUT_VAR: Final = 10.0  # last layer
 _SOFTMAX_VAR: Final = 1.0
 _LOGIT_VAR: Final = 16.0

@@ -22,11 +22,13 @@ import numpy as np
 
 import kbt_edge as kbt
 from kbt_edge.flight import FlightLog
+from kbt_edge.settings import HeadSettings
 from kbt_edge.studies import cartpole, tokens
 
 LOGS = Path(__file__).resolve().parents[1] / "tests/logs"
 EXPECTED = LOGS / "expected.json"
 D = 6
+OLD: HeadSettings = {"softmax_order": 1}  # part of every state, as the logs have it
 
 
 def cart_pole() -> kbt.Head:
@@ -57,7 +59,7 @@ def token_pairs() -> kbt.Head:
 def drift() -> kbt.Head:
     """Weights that wander, behind a hidden layer, with some samples noisier than others."""
     rng = np.random.default_rng(2)
-    head = kbt.Head(rng.normal(size=(2, D)), hidden=(12,), prior_var=(1e-3, 0.5), noise_var=[0.01, 0.04])
+    head = kbt.Head(rng.normal(size=(2, D)), hidden=(12,), prior_var=(1e-3, 0.5), noise_var=[0.01, 0.04], **OLD)
     head.record(120)
     weight = rng.normal(size=(2, D))
     for step in range(150):
@@ -70,7 +72,7 @@ def drift() -> kbt.Head:
 def outliers() -> kbt.Head:
     """A gate, spikes that it rejects, and a sensor that sometimes reports NaN or far too large values."""
     rng = np.random.default_rng(3)
-    head = kbt.Head(np.zeros((1, D)), noise_var=0.01, gate=16.0, prior_var=1.0)
+    head = kbt.Head(np.zeros((1, D)), noise_var=0.01, gate=16.0, prior_var=1.0, **OLD)
     head.record(200)
     for step in range(260):
         h, spike = rng.normal(size=D), 50.0 * (step % 23 == 22)
@@ -92,7 +94,7 @@ def outliers() -> kbt.Head:
 def steady_input() -> kbt.Head:
     """The same h every time, in a full float64 head: variances go down to their floors."""
     head = kbt.Head(
-        np.ones((1, 4)), hidden=(8,), covariance="full", prior_var=(1e-2, 1.0), noise_var=1e-6, dtype="float64"
+        np.ones((1, 4)), hidden=(8,), covariance="full", prior_var=(1e-2, 1.0), noise_var=1e-6, dtype="float64", **OLD
     )
     head.record(300)
     h = np.array([0.5, -0.25, 1.0, 2.0])
@@ -104,7 +106,7 @@ def steady_input() -> kbt.Head:
 def forgetting() -> kbt.Head:
     """Forgetting, learned noise, diagonal factors, and three rows at a time."""
     rng = np.random.default_rng(5)
-    head = kbt.Head(np.zeros((1, D)), noise="adaptive", forgetting=0.97, covariance="diagonal", max_rows=3)
+    head = kbt.Head(np.zeros((1, D)), noise="adaptive", forgetting=0.97, covariance="diagonal", max_rows=3, **OLD)
     head.record(160)
     for step in range(220):
         h = rng.normal(size=(1 + step % 3, D))

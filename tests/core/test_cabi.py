@@ -279,6 +279,7 @@ KINDS = [
         {"rule": 1},
         {"noise": 1, "forgetting": 0.9},
         {"output": 1, "noise": 2},
+        {"output": 1, "noise": 2, "softmax_order": 1},
         {"output": 1, "softmax_order": 2},
     )
 ]
