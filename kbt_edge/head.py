@@ -46,12 +46,14 @@ _core.set_results(Prediction, Update, KbtError)
 class Head:
     """A Bayesian MLP that replaces a readout ``weight @ h + bias`` and keeps learning. method.md has the mathematics.
 
-    Before any data it reproduces the readout.
+    Before any data it reproduces the readout. A softmax reproduces the logits, and its probabilities are nearer to each
+    other the wider the prior is.
 
     weight, bias     the readout to replace: (d_o, d) and (d_o,) or None
     hidden           widths of the hidden layers, each at least 2 d; () keeps a single linear layer
     prior_var        variance of the weights before any data, one number or one per layer; None: 10 in the last layer
-                     (0.1 before a softmax), 1e-6 below. These suit h and outputs of order one; see docs/study.md
+                     (before a softmax 1, or 16/d where that is less), 1e-6 below. These suit h and outputs of order
+                     one; see docs/study.md
     noise_var        variance of the observation noise: a number, one per output, or a matrix; None: learn it
     noise            "constant"; "adaptive" learns noise_var (gaussian); "multinomial" has no variance (softmax).
                      None: constant if noise_var is given, else adaptive starting at 1e-2, or multinomial
@@ -68,7 +70,7 @@ class Head:
     Rarely needed:
 
     relu_order       order at which the series for ReLU correlations is cut off, 2 to 12
-    softmax_order    Taylor order of the softmax mean, 1 or 2
+    softmax_order    0: the moment softmax, which knows that its logits are uncertain; 1 or 2: Taylor order of the mean
     input_var        variance of h itself
     """
 

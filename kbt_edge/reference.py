@@ -30,6 +30,7 @@ __all__ = [
     "ReferenceHead",
     "Update",
     "linear_moments",
+    "moment_softmax",
     "prior_means",
     "relu_moments",
     "softmax_moments",
@@ -39,6 +40,7 @@ Array = npt.NDArray[np.float64]
 
 NOISE_FLOOR = 1e-9  #: smallest noise variance
 SMOOTHING = 1e-7  #: τ of the multinomial noise, method.md (3.3)
+MOST_EXPLAINED = 0.9  #: of the innovation's covariance by the logits, method.md (11.4)
 ADAPT_START = 10  #: n₀ of the adaptive noise, method.md (3.4)
 ADAPT_WINDOW = 200  #: its window, in samples
 LIKELIHOOD_FLOOR = 1e-30  #: probabilities below this are raised to it before taking the logarithm
@@ -169,6 +171,28 @@ def softmax_moments(mu: Array, Sigma: Array, order: int = 1) -> tuple[Array, Arr
     return mean, J @ Sigma @ J.T, J
 
 
+class MomentSoftmax(NamedTuple):
+    """The softmax of an uncertain u, method.md §11."""
+
+    mean: Array  # (y, d_o)
+    q: Array  # (y, d_o): the mean, smoothed
+    H: Array  # (y·d_o, y·d_o): how the mean moves with that of u
+    s: Array  # (y,): scale of the innovation's covariance
+
+
+def moment_softmax(mu: Array, Sigma: Array) -> MomentSoftmax:
+    """method.md (11.1), (11.2) and (11.4) for u with mean ``mu`` (y, d_o) and joint covariance ``Sigma``."""
+    y, d_o = mu.shape
+    var = np.diag(Sigma).reshape(y, d_o)
+    kappa = 1 / np.sqrt(1 + math.pi / 8 * np.maximum(var, 0.0))
+    mean = _softmax(kappa * mu)
+    q = (mean + SMOOTHING) / (1 + d_o * SMOOTHING)
+    J = _jacobian(q)
+    M = np.einsum("aiaj->aij", (kappa.ravel()[:, None] * Sigma * kappa.ravel()).reshape(y, d_o, y, d_o))
+    bound = np.einsum("aij,aj->ai", np.abs(M), q).max(axis=1)  # Gershgorin's, of diag(q) M
+    return MomentSoftmax(mean, q, J * kappa.ravel(), np.maximum(1.0, bound / MOST_EXPLAINED))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Linear algebra of covariances
 # ---------------------------------------------------------------------------------------------------------------------
@@ -256,6 +280,19 @@ def _multinomial_innovation(y: Array, mean: Array, p: Array, Sigma: Array) -> In
     keep = (np.arange(d_o) != q.argmax(axis=1)[:, None]).ravel()
     J = _jacobian(q)
     return _innovation((y - mean).ravel()[keep], Sigma, J[keep], J[np.ix_(keep, keep)])
+
+
+def _moment_innovation(y: Array, moments: MomentSoftmax, Sigma: Array) -> Innovation:
+    """The covariance of each row's innovation is s J, whatever u contributes to it: method.md (11.3).
+
+    What u does not contribute is the noise, and the rest is a Kalman update. One class per row is dropped, as above.
+    """
+    d_o, q, H = y.shape[1], moments.q, moments.H
+    explained = (H @ Sigma @ H.T).reshape(len(y), d_o, len(y), d_o)
+    own = _block_diagonal(np.einsum("aiaj->aij", explained))
+    noise = np.repeat(moments.s, d_o)[:, None] * _jacobian(q) - own
+    keep = (np.arange(d_o) != q.argmax(axis=1)[:, None]).ravel()
+    return _innovation((y - moments.mean).ravel()[keep], Sigma, H[keep], noise[np.ix_(keep, keep)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -380,7 +417,7 @@ class ReferenceHead:
         covariance: Covariance = "neuron",
         rule: Literal["fuse", "replace"] = "fuse",
         relu_order: int = 2,
-        softmax_order: int = 1,
+        softmax_order: int = 0,
         noise: Literal["constant", "adaptive", "multinomial"] = "constant",
         input_var: float = 0.0,
         forgetting: float = 1.0,
@@ -399,7 +436,7 @@ class ReferenceHead:
             f" got noise={noise!r}, output={output!r}, rule={rule!r}",
         )
         _require(relu_order >= 2, f"relu_order must be at least 2, got {relu_order}")
-        _require(softmax_order in (1, 2), f"softmax_order must be 1 or 2, got {softmax_order}")
+        _require(softmax_order in (0, 1, 2), f"softmax_order must be 0, 1 or 2, got {softmax_order}")
         _require(0 < forgetting <= 1, f"forgetting must lie in (0, 1], got {forgetting}")
         _require(input_var >= 0, f"input_var must not be negative, got {input_var}")
         _require(gate is None or gate > 0, f"gate must be positive or None, got {gate}")
@@ -437,6 +474,9 @@ class ReferenceHead:
         elif self.noise == "multinomial":
             p = _softmax(u.mean.reshape(mean.shape))
             total = var + p * (1 - p)
+            if self.softmax_order == 0:  # all there is: the target is zero or one
+                q = moment_softmax(u.mean.reshape(mean.shape), u.cov).q
+                total = q * (1 - q)
         else:
             total = var + (self.noise_var if self.noise_var.ndim == 1 else np.diag(self.noise_var))
         shape = mean.shape if np.ndim(h) == 2 else (self.d_o,)
@@ -483,7 +523,13 @@ class ReferenceHead:
         mean = u.mean.reshape(-1, self.d_o)
         if self.output == "gaussian":
             return mean, u.cov
-        return softmax_moments(mean, u.cov, self.softmax_order)[:2]
+        if self.softmax_order > 0:
+            return softmax_moments(mean, u.cov, self.softmax_order)[:2]
+        moments = moment_softmax(mean, u.cov)
+        H = moments.H
+        if self.noise == "multinomial":
+            H = H / np.sqrt(np.repeat(moments.s, self.d_o))[:, None]  # method.md (11.5)
+        return moments.mean, H @ u.cov @ H.T
 
     def _measure(self, u: LinearMoments, y: Array, R: Array) -> tuple[Innovation, float]:
         """The innovation (method.md §3) and the log likelihood of y."""
@@ -496,8 +542,14 @@ class ReferenceHead:
             else:
                 innovation = _innovation(e, u.cov, identity, NOISE_FLOOR * identity, after=R)
             return innovation, innovation.gaussian_log_likelihood
-        mean, _, J = softmax_moments(mu, u.cov, self.softmax_order)
+        if self.softmax_order == 0:
+            moments = moment_softmax(mu, u.cov)
+            mean, J = moments.mean, moments.H
+        else:
+            mean, _, J = softmax_moments(mu, u.cov, self.softmax_order)
         log_likelihood = float((y * np.log(np.maximum(mean, LIKELIHOOD_FLOOR))).sum())
+        if self.noise == "multinomial" and self.softmax_order == 0:
+            return _moment_innovation(y, moments, u.cov), log_likelihood
         if self.noise == "multinomial":
             return _multinomial_innovation(y, mean, _softmax(mu), u.cov), log_likelihood
         return _innovation((y - mean).ravel(), u.cov, J, R), log_likelihood

@@ -83,7 +83,7 @@ DEFAULTS: Final[HeadSettings] = {
     "max_rows": 1,
     "dtype": "float32",
     "relu_order": 2,
-    "softmax_order": 1,
+    "softmax_order": 0,
     "input_var": 0.0,
 }
 
@@ -94,7 +94,7 @@ _DRIFT_AUTO: Final = -1.0
 _ACCEPTED: Final = {
     "max_rows": "1..1048576",
     "relu_order": "2..12",
-    "softmax_order": "1 or 2",
+    "softmax_order": "0, 1 or 2",
     "prior_var": "1e-30..1e+12 in every layer",
     "noise_var": "0..1e+12",
     "input_var": "0..1e+12",

@@ -212,6 +212,13 @@ int main(void) {
   cfg.forgetting = 0.99;
   report("adaptive", cfg, n / 10);
 
+  cfg = with_widths(4, 11, 3, 0);
+  cfg.output = KBT_SOFTMAX;
+  cfg.noise = KBT_NOISE_MULTINOMIAL;
+  cfg.softmax_order = 0;
+  cfg.max_rows = 2;
+  report("moment", cfg, n / 50);
+
 #ifndef KBT_NO_FLOAT64
   cfg = with_widths(16, 32, 1, 0);
   cfg.dtype = KBT_FLOAT64;

@@ -49,8 +49,8 @@ WORST_ACCURACY = 0.999
 EVALUATION_SEED = 1_000_003  # different from every training seed
 CHOICE_SEEDS = range(3)
 
-PRIORS = (0.01, 0.03, 0.1, 0.3, 1.0)
-TWO_LAYER_PRIORS = tuple((first, last) for first in (1e-3, 1e-2, 1e-1) for last in (0.03, 0.1, 0.3))
+PRIORS = (0.1, 0.3, 1.0, 3.0, 10.0)  # labels have no noise: beyond 10 next to nothing is gained
+TWO_LAYER_PRIORS = tuple((first, last) for first in (1e-4, 1e-3, 1e-2) for last in (1.0, 3.0, 10.0))
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 
 Setting = TypeVar("Setting")

@@ -141,7 +141,7 @@ const char *bad_setting(const kbt_config &cfg) {
   if (cfg.noise == KBT_NOISE_ADAPTIVE && (cfg.output != KBT_GAUSSIAN || cfg.rule != KBT_FUSE)) return "noise";
   if (cfg.noise == KBT_NOISE_MULTINOMIAL && cfg.output != KBT_SOFTMAX) return "noise";
   if (cfg.relu_order < 2 || cfg.relu_order > 12) return "relu_order";
-  if (cfg.softmax_order < 1 || cfg.softmax_order > 2) return "softmax_order";
+  if (cfg.softmax_order < 0 || cfg.softmax_order > 2) return "softmax_order";
   for (int i = 0; i < cfg.layers; ++i) {
     if (cfg.prior_var[i] != 0.0 && !within(cfg.prior_var[i], kSmallest, kLargest)) return "prior_var";
   }
@@ -154,7 +154,9 @@ const char *bad_setting(const kbt_config &cfg) {
 }
 
 // Variances of weights before any data, where none is given: of the last layer, and of the layers below.
-constexpr double kReadoutVar = 10.0, kClassVar = 0.1, kCopiesVar = 1e-6;
+// A few units settle a softmax: the variance of a logit, about d times that of a weight, stays below 16. Copies of h in
+// hidden layers must stay far below the signal.
+constexpr double kReadoutVar = 10.0, kClassVar = 1.0, kLogitVar = 16.0, kCopiesVar = 1e-6;
 
 // Unused entries of the fixed arrays are zeroed, so that equal configurations have equal bytes. Automatic settings are
 // filled in.
@@ -162,7 +164,8 @@ kbt_config canonical(const kbt_config &given) {
   kbt_config cfg = given;
   if (!kbt::has_members(cfg) && cfg.drift < 0.0) cfg.drift = 0.0;
   for (int i = 0; i < cfg.layers && cfg.drift >= 0.0; ++i) {
-    const double last = cfg.output == KBT_SOFTMAX ? kClassVar : kReadoutVar;
+    const double logits = kLogitVar / cfg.widths[0], classes = logits < kClassVar ? logits : kClassVar;
+    const double last = cfg.output == KBT_SOFTMAX ? classes : kReadoutVar;
     if (!(cfg.prior_var[i] > 0.0)) cfg.prior_var[i] = i == cfg.layers - 1 ? last : kCopiesVar;
   }
   for (int i = cfg.layers; i < KBT_MAX_LAYERS; ++i) {
@@ -215,7 +218,7 @@ void kbt_config_default(kbt_config *cfg, int32_t d, int32_t d_o) {
   cfg->max_rows = 1;
   cfg->covariance = KBT_NEURON;
   cfg->relu_order = 2;
-  cfg->softmax_order = 1;
+  cfg->softmax_order = 0;
   cfg->noise = KBT_NOISE_ADAPTIVE;
   cfg->noise_var = 1e-2;
   cfg->forgetting = 1.0;

@@ -182,7 +182,7 @@ class Head : public kbt_head {
     }
     measurement_.rows = rows;
     measurement_.n = outputs();
-    measurement_.predict(u_, layers_[layers() - 1].w.stride, in.data, softmax_output(), cfg.softmax_order);
+    measurement_.predict(u_, layers_[layers() - 1].w.stride, in.data, cfg);
     predicted_rows = static_cast<std::int32_t>(rows);
     return KBT_OK;
   }
@@ -209,7 +209,7 @@ class Head : public kbt_head {
       const T *row = epistemic + i * K;
       for (Index k = 0; cov != nullptr && k < K; ++k) cov[i * K + k] = known(i) && known(k) ? row[k] : T(0);
       if (total_var == nullptr) continue;
-      const T total = (known(i) ? row[i] : T(0)) + observation_noise(i);
+      const T total = (known(i) && !matches_moments(cfg) ? row[i] : T(0)) + observation_noise(i);
       total_var[i] = is_finite(total) ? total : std::numeric_limits<T>::max();
     }
   }
@@ -221,7 +221,7 @@ class Head : public kbt_head {
     if (watchful()) return observe_members(y, noise, noise_count, result);
     const Index rows = predicted_rows, rank = rows * outputs(), last = layers() - 1;
     Adjoint<T> adjoints[KBT_MAX_LAYERS];
-    for (Index i = 0; i <= last; ++i) adjoints[i] = adjoint(i, rows, rank);
+    for (Index i = 0; i <= last; ++i) adjoints[i] = adjoint(i, rows, only_variances(cfg, rows) ? 1 : rank);
     const Adjoint<T> &top = adjoints[last];
     measure(y, noise_.of_call(noise, noise_count), top);
     const T nis = measurement_.nis;
@@ -365,6 +365,8 @@ class Head : public kbt_head {
                  {&measurement_.N, !fuse() || noise_known() ? square : 0},
                  {&measurement_.vectors, fuse() ? 0 : square},
                  {&measurement_.signs, rank},
+                 {&measurement_.kappa, moment_softmax(cfg) ? rank : 0},
+                 {&measurement_.scale, moment_softmax(cfg) ? rows : 0},
                  {&other_cov_, noise_known() ? square + 2 * rank : 0}});
   }
 

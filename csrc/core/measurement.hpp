@@ -1,5 +1,5 @@
 // measurement.hpp - one observation seen from the output: innovation, likelihood, and the adjoint it sends back:
-// method.md §3.
+// method.md §3 and §11.
 #pragma once
 
 #include "moments.hpp"
@@ -9,6 +9,19 @@
 namespace kbt {
 
 constexpr double kSmoothing = 1e-7;  // multinomial: smallest probability an outcome is granted
+
+// The moment softmax, method.md §11.
+inline bool moment_softmax(const kbt_config &cfg) {
+  return cfg.output == KBT_SOFTMAX && cfg.softmax_order == 0;
+}
+// It gives the covariance of the innovation, instead of adding that of the noise.
+inline bool matches_moments(const kbt_config &cfg) {
+  return moment_softmax(cfg) && cfg.noise == KBT_NOISE_MULTINOMIAL;
+}
+// Of Lambda the update needs its diagonal alone, which is then in closed form.
+inline bool only_variances(const kbt_config &cfg, Index rows) {
+  return matches_moments(cfg) && rows == 1 && cfg.layers == 1 && cfg.covariance != KBT_FULL;
+}
 
 // Everything here is over K = rows * d_o numbers, (row, output) with outputs innermost. All three kinds of observation
 // are one linear-Gaussian problem, with a map G per row, an innovation and its noise:
@@ -21,11 +34,14 @@ constexpr double kSmoothing = 1e-7;  // multinomial: smallest probability an out
 // Multinomial noise is the limit of R = J + tiny I for tiny -> 0, taken in closed form. With a finite `tiny`, a
 // confidently wrong prediction (p_target < tiny) would send back almost nothing; in the limit r = e as S_u -> 0. The
 // probabilities are smoothed, q = (p + tau)/(1 + d_o tau), so that e / sqrt(q) stays bounded.
+//
+// The moment softmax puts diag(kappa) before G. With multinomial noise it says what the innovation's covariance is
+// instead of what the noise is: s I in each row's own block, (11.3). One row then needs no factorisation.
 template <class T>
 struct Measurement {
   Index rows, n;  // n = d_o
   T *mean;        // K: E of the observation
-  T *p;           // K: softmax at the mean, first order
+  T *p;           // K: softmax at the mean, first order; moment softmax: the mean, smoothed
   T *map;         // rows x n x n: G, softmax only
   T *innovation;  // K
   T *L;           // K x K
@@ -33,22 +49,27 @@ struct Measurement {
   T *N;           // K x K
   T *vectors;     // K x K: eigenvectors, `replace` only
   T *signs;       // K
+  bool moment;    // the moment softmax, method.md §11
+  T *kappa;       // K: its slopes
+  T *scale;       // rows: its s; 1 with constant noise
   T nis, log_likelihood;
   int floored;  // pivots of L; -1: L is rounding alone
 
   static Index square_count(Index rows, Index n) { return rows * n * rows * n; }
 
   // Moments of the observation from those of u (rows x stride) and cov (K x K, dense).
-  void predict(const T *u, Index stride, const T *cov, bool softmax_output, int order) {
+  void predict(const T *u, Index stride, const T *cov, const kbt_config &cfg) {
     const Index K = rows * n;
+    moment = moment_softmax(cfg);
+    if (moment) return predict_moments(u, stride, cov, cfg);
     for (Index a = 0; a < rows; ++a) {
       const T *ua = u + a * stride;
-      if (!softmax_output) {
+      if (cfg.output != KBT_SOFTMAX) {
         for (Index i = 0; i < n; ++i) mean[a * n + i] = ua[i];
         continue;
       }
       softmax(ua, n, p + a * n);
-      if (order == 1) {
+      if (cfg.softmax_order == 1) {
         for (Index i = 0; i < n; ++i) mean[a * n + i] = p[a * n + i];
       } else {
         softmax_second_order(p + a * n, cov + (a * n) * K + a * n, K, n, mean + a * n);
@@ -56,9 +77,29 @@ struct Measurement {
     }
   }
 
-  // Epistemic covariance of a softmax, J S_u J^T. `out` is K x K; `scratch` as large.
+  // The same for the moment softmax, (11.1) and (11.4).
+  void predict_moments(const T *u, Index stride, const T *cov, const kbt_config &cfg) {
+    const Index K = rows * n;
+    const bool correlated = cfg.layers > 1 || cfg.covariance == KBT_FULL || cfg.input_var > 0.0;
+    for (Index a = 0; a < rows; ++a) {
+      T *const ka = kappa + a * n, *const pa = p + a * n;
+      const T *const own = cov + (a * n) * K + a * n;
+      for (Index i = 0; i < n; ++i) {
+        ka[i] = moment_slope(own[i * K + i]);
+        pa[i] = ka[i] * u[a * stride + i];
+      }
+      softmax(pa, n, mean + a * n);
+      smooth(mean + a * n, n, T(kSmoothing), pa);
+      scale[a] = matches_moments(cfg) ? moment_scale(pa, ka, own, K, n, correlated) : T(1);
+    }
+  }
+
+  // Epistemic covariance of a softmax, J S_u J^T or (11.5). `out` is K x K; `scratch` as large.
   void softmax_cov(const T *cov, T *out, T *scratch) const {
-    for (Index a = 0; a < rows; ++a) softmax_jacobian(p + a * n, n, map + a * n * n);
+    for (Index a = 0; a < rows; ++a) {
+      softmax_jacobian(p + a * n, n, map + a * n * n);
+      if (moment) scale_map(a, T(1) / std::sqrt(scale[a]));
+    }
     sandwich(cov, scratch, out);
   }
 
@@ -69,20 +110,30 @@ struct Measurement {
     const bool multinomial = noise_kind == KBT_NOISE_MULTINOMIAL;
     innovate(y);
     if (K == 1) return fuse_number(*cov, *noise.values, want_N, adjoint);
+    const bool matched = moment && multinomial;
+    if (matched && rows == 1) return fuse_moment_row(cov, y, want_N, adjoint);
     if (output == KBT_SOFTMAX) set_map(multinomial);
     if (output == KBT_SOFTMAX) {
       sandwich(cov, X, L);
     } else {
       for (Index i = 0; i < K * K; ++i) L[i] = cov[i];
     }
+    if (matched && want_N) fill(N, T(0), K * K);
     for (Index a = 0; a < rows; ++a) {
       for (Index i = 0; i < n; ++i) {
         for (Index k = 0; k < n; ++k) {
-          L[(a * n + i) * K + a * n + k] += multinomial ? T(i == k) : noise.at(i, k, n);
+          const Index at = (a * n + i) * K + a * n + k;
+          if (matched) {
+            const T whole = i == k ? scale[a] : T(0);
+            if (want_N) N[at] = whole - L[at];
+            L[at] = whole;
+          } else {
+            L[at] += multinomial ? T(i == k) : noise.at(i, k, n);
+          }
         }
       }
     }
-    floored = cholesky(L, K, multinomial ? T(1) : T(kNoiseFloor));
+    floored = cholesky(L, K, matched ? T(1 - kMostExplained) / T(2) : multinomial ? T(1) : T(kNoiseFloor));
 
     // X = L^-1 G^T, then r = X^T L^-1 innovation
     for (Index i = 0; i < K * K; ++i) X[i] = T(0);
@@ -107,7 +158,39 @@ struct Measurement {
       adjoint.r(i / n)[i % n] = r;
     }
 
-    if (want_N) whiten([&](Index i, Index k) { return multinomial ? T(i == k) : noise_at(noise, i, k); });
+    if (want_N) {
+      whiten([&](Index i, Index k) {
+        return matched ? N[k * K + i] : multinomial ? T(i == k) : noise_at(noise, i, k);
+      });
+    }
+  }
+
+  // One row of a moment softmax, method.md (11.3), in closed form. Where only the variances of single logits are wanted
+  // from Lambda, the adjoint has one column: its entries are the roots of -Lambda_jj, and r is not in its range.
+  void fuse_moment_row(const T *cov, const T *y, bool want_N, const Adjoint<T> &adjoint) {
+    const T s = *scale, root = T(1) / std::sqrt(s);
+    floored = 0;
+    for (Index i = 0; i < n; ++i) {
+      adjoint.r(0)[i] = kappa[i] * innovation[i] / s;
+      innovation[i] = innovation[i] / std::sqrt(p[i]) * root;
+    }
+    nis = dot(innovation, innovation, n);
+    log_likelihood = log_probability(y);
+    for (Index k = 0; k < adjoint.rank; ++k) signs[k] = T(1);
+    if (adjoint.rank == 1) {
+      for (Index i = 0; i < n; ++i) adjoint.B(0, 0)[i] = kappa[i] * std::sqrt(bernoulli_variance(p, n, i)) * root;
+      return;
+    }
+    softmax_root(p, n, map);
+    scale_map(0, root);
+    for (Index k = 0; k < n; ++k) {
+      for (Index i = 0; i < n; ++i) adjoint.B(k, 0)[i] = map[i * n + k];
+    }
+    if (!want_N) return;
+    sandwich(cov, X, N);
+    for (Index i = 0; i < n; ++i) {
+      for (Index k = 0; k < n; ++k) N[i * n + k] = T(i == k) - N[i * n + k];
+    }
   }
 
   // The same where every matrix is a number: one row, one output, the common control loop.
@@ -209,13 +292,19 @@ struct Measurement {
       T *G = map + a * n * n, *q = X;  // X is free until the solve
       if (!multinomial) {
         softmax_jacobian(pa, n, G);
+        if (moment) scale_map(a, T(1));
         continue;
       }
-      const T sum = T(1) + T(n) * T(kSmoothing);
-      for (Index i = 0; i < n; ++i) q[i] = (pa[i] + T(kSmoothing)) / sum;
+      smooth(pa, n, moment ? T(0) : T(kSmoothing), q);
       softmax_root(q, n, G);
+      if (moment) scale_map(a, T(1));
       for (Index i = 0; i < n; ++i) innovation[a * n + i] /= std::sqrt(q[i]);
     }
+  }
+
+  // G of row a <- factor diag(kappa) G
+  void scale_map(Index a, T factor) const {
+    for (Index i = a * n; i < (a + 1) * n; ++i) array(map + i * n, n) *= kappa[i] * factor;
   }
 
   // out = G^T cov G, block by block.

@@ -1,4 +1,5 @@
-// softmax.hpp - Taylor moments of the softmax of one row: method.md (2.7) to (2.9).
+// softmax.hpp - moments of the softmax of one row: Taylor, method.md (2.7) to (2.9), and for logits of any variance,
+// method.md §11.
 #pragma once
 
 #include "dense.hpp"
@@ -64,6 +65,43 @@ void softmax_root(const T *q, Index n, T *F) {
     for (Index i = 0; i < n; ++i) F[i * n + k] = -q[i] * root;
     F[k * n + k] = root * complement(q, n, k);
   }
+}
+
+// kappa of (11.1), from the variance of a logit.
+template <class T>
+T moment_slope(T var) {
+  return T(1) / std::sqrt(T(1) + T(0.39269908169872414) * (var > T(0) ? var : T(0)));  // pi / 8
+}
+
+// q = (p + tau) / (1 + n tau): no probability is zero. May be in place.
+template <class T>
+void smooth(const T *p, Index n, T tau, T *q) {
+  const T sum = T(1) + T(n) * tau;
+  for (Index i = 0; i < n; ++i) q[i] = (p[i] + tau) / sum;
+}
+
+// q_i (1 - q_i), without cancellation. Only one complement of a row has to be summed up.
+template <class T>
+T bernoulli_variance(const T *q, Index n, Index i) {
+  return q[i] * (q[i] > T(0.5) ? complement(q, n, i) : T(1) - q[i]);
+}
+
+constexpr double kMostExplained = 0.9;  // how much of the innovation's covariance the logits may claim
+
+// s of (11.4). With M = diag(kappa) S diag(kappa) and J <= diag(q), the largest eigenvalue of J M is at most the
+// largest of the sums over k of |M_ik| q_k. S has leading dimension ld; where the logits are known to be uncorrelated,
+// only its diagonal is read.
+template <class T>
+T moment_scale(const T *q, const T *kappa, const T *S, Index ld, Index n, bool correlated) {
+  T largest = T(kMostExplained);
+  for (Index i = 0; i < n; ++i) {
+    const T *row = S + i * ld;
+    T sum = T(0);
+    for (Index k = correlated ? 0 : i; k < (correlated ? n : i + 1); ++k) sum += kappa[k] * q[k] * std::fabs(row[k]);
+    sum *= kappa[i];
+    largest = sum > largest ? sum : largest;
+  }
+  return largest / T(kMostExplained);
 }
 
 }  // namespace kbt

@@ -79,9 +79,9 @@ typedef struct kbt_config {
   int32_t noise;                      /* KBT_NOISE_CONSTANT; ADAPTIVE: gaussian only; MULTINOMIAL: softmax only; FULL: a
                                          matrix is learned, gaussian with drift KBT_DRIFT_AUTO and one layer */
   int32_t relu_order;                 /* 2..12: where the off-diagonal series of the ReLU stops */
-  int32_t softmax_order;              /* 1 or 2: Taylor order of the softmax mean */
+  int32_t softmax_order;              /* 0: moment softmax, method.md (11.1); 1, 2: Taylor order of the mean */
   double prior_var[KBT_MAX_LAYERS];   /* variance of every weight of a layer before any data, in units of the
-                                         noise if that is learned; 0: automatic */
+                                         noise for a head with members; 0: automatic */
   double noise_var;                   /* >= 0, initial observation noise R; see kbt_set_noise for more than a scalar */
   double input_var;                   /* >= 0, variance of the input h */
   double forgetting;                  /* (0, 1]; 1 forgets nothing */

@@ -224,6 +224,11 @@ def one_layer(weights: Float32, prior_var: float) -> Head:
     return _head(weights, (), prior_var)
 
 
+def frozen(head: Head) -> Head:
+    """The readout that ``head`` began as, with no doubt about its weights."""
+    return _head(head.layers[0].mean, (), 1e-12)
+
+
 def two_layers(weights: Float32, prior_var: Sequence[float]) -> Head:
     return _head(weights, (2 * (weights.shape[1] - 1),), prior_var)
 
@@ -244,7 +249,7 @@ def _retraining(memory: int | None, every: int | None, steps: int, learning_rate
 FROZEN, KBT, REFERENCE = "frozen", "kbt", "Adam, all"
 METHODS: Final = (
     Method(KBT, 1, 1, lambda trunk, head: Kbt(trunk, head)),
-    Method("kbt, 2 layers", 1, 1, lambda trunk, head: Kbt(trunk, two_layers(head.layers[0].mean, (1e-2, 1e-1)))),
+    Method("kbt, 2 layers", 1, 1, lambda trunk, head: Kbt(trunk, two_layers(head.layers[0].mean, (1e-4, 10.0)))),
     _retraining(memory=1, every=1, steps=10, learning_rate=0.03),
     _retraining(memory=20, every=10, steps=100, learning_rate=0.03),
     _retraining(memory=100, every=10, steps=100, learning_rate=0.01),
@@ -340,7 +345,7 @@ def run_study(
     for seed in seeds:
         pairs, unseen = stream(STUDY, seed, checkpoints[-1], held_out)
         rows = hidden_rows(model.trunk, unseen)
-        before = evaluate(Head.from_bytes(state), unseen, rows)
+        before = evaluate(frozen(model.head), unseen, rows)
         scores.setdefault(FROZEN, []).append([before] * (1 + len(checkpoints)))
         for method in METHODS:
             learner = method.make(model.trunk, Head.from_bytes(state))

@@ -210,7 +210,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     *[(name, x) for name in ("covariance", "noise") for x in (-1, 3)],
     *[("noise", x) for x in (2,)],
     *[("relu_order", x) for x in (1, 13)],
-    *[("softmax_order", x) for x in (0, 3)],
+    *[("softmax_order", x) for x in (-1, 3)],
     *[(name, x) for name in ("noise_var", "input_var", "gate") for x in (-1e-9, nan, inf)],
     *[("forgetting", x) for x in (0.0, -1.0, 1.0001, nan)],
 ]
@@ -279,6 +279,7 @@ KINDS = [
         {"rule": 1},
         {"noise": 1, "forgetting": 0.9},
         {"output": 1, "noise": 2},
+        {"output": 1, "noise": 2, "softmax_order": 1},
         {"output": 1, "softmax_order": 2},
     )
 ]
@@ -713,7 +714,7 @@ def twins(fields: dict[str, Any]) -> tuple[kbt.Head, CHead]:
         output=("gaussian", "softmax")[fields.get("output", 0)],
         covariance=("full", "neuron", "diagonal")[fields["covariance"]],
         rule=("fuse", "replace")[fields.get("rule", 0)],
-        softmax_order=fields.get("softmax_order", 1),
+        softmax_order=fields.get("softmax_order", 0),
         noise=("constant", "adaptive", "multinomial")[fields.get("noise", 0)],
         input_var=1e-3,
         forgetting=fields.get("forgetting", 1.0),

@@ -232,7 +232,7 @@ def test_a_variance_that_has_cancelled_to_rounding_is_not_negative(scale: float)
     """Samples tell how two classes differ and nothing of what they share: J S J^T is a difference of large numbers."""
     rng = np.random.default_rng(0)
     head = kbt.Head(rng.normal(size=(2, 2)), output="softmax", noise="constant", drift=0.0, noise_var=1e-2, prior_var=1e3,
-                    covariance="full")  # fmt: skip
+                    covariance="full", softmax_order=1)  # fmt: skip
     truth = rng.normal(size=(2, 2))
     for _ in range(2000):
         h = rng.normal(size=2)

@@ -409,7 +409,7 @@ SETTINGS: list[tuple[str, Any, type[KbtError], dict[str, Any]]] = [
     ("noise", "adaptive", RangeError, {"output": "softmax"}),
     *[("relu_order", x, RangeError, {}) for x in (1, 13, -2)],
     *[("relu_order", x, DtypeError, {}) for x in (2.0, "2", None, True)],
-    *[("softmax_order", x, RangeError, {}) for x in (0, 3)],
+    *[("softmax_order", x, RangeError, {}) for x in (-1, 3)],
     *[("softmax_order", x, DtypeError, {}) for x in (1.0, None, True)],
     *[("input_var", x, RangeError, {}) for x in (-1e-9, np.nan, np.inf, 1e30)],
     *[("input_var", x, DtypeError, {}) for x in ("0", None, False, 1j)],

@@ -19,6 +19,7 @@ from kbt_edge.reference import (
     SMOOTHING,
     ReferenceHead,
     linear_moments,
+    moment_softmax,
     prior_means,
     relu_moments,
     softmax_moments,
@@ -31,9 +32,11 @@ STRUCTURES = ("full", "neuron", "diagonal")
 MODELS: dict[str, dict[str, Any]] = {
     "fuse": {"output": "gaussian", "rule": "fuse"},
     "replace": {"output": "gaussian", "rule": "replace"},
-    "softmax": {"output": "softmax", "noise_var": 0.1},
+    "softmax": {"output": "softmax", "softmax_order": 1, "noise_var": 0.1},
     "softmax2": {"output": "softmax", "softmax_order": 2, "noise_var": 0.1},
-    "multinomial": {"output": "softmax", "noise": "multinomial"},
+    "multinomial": {"output": "softmax", "softmax_order": 1, "noise": "multinomial"},
+    "moment": {"output": "softmax", "softmax_order": 0, "noise": "multinomial"},
+    "moment, constant": {"output": "softmax", "softmax_order": 0, "noise_var": 0.1},
 }
 
 
@@ -203,8 +206,11 @@ def test_total_variance_is_epistemic_plus_noise_under_fuse_and_epistemic_under_r
     np.testing.assert_allclose(fuse.var, 0.01 * 5)
     replace = make_head(noise_var=R, rule="replace").predict(h)
     np.testing.assert_array_equal(replace.total_var, replace.var)
-    p = make_head(output="softmax", noise="multinomial").predict(h)
+    p = make_head(output="softmax", noise="multinomial", softmax_order=1).predict(h)
     np.testing.assert_allclose(p.total_var, p.var + p.mean * (1 - p.mean))
+    p = make_head(output="softmax", noise="multinomial").predict(h)  # a label that is zero or one has no other variance
+    np.testing.assert_allclose(p.total_var, p.mean * (1 - p.mean), atol=1e-6)  # smoothing
+    assert (p.var < p.total_var).all()
 
 
 def test_input_variance_adds_what_the_weights_make_of_it() -> None:
@@ -217,6 +223,16 @@ def test_input_variance_adds_what_the_weights_make_of_it() -> None:
 
 
 # --- the smoother (method.md §4) -------------------------------------------------------------------------------------
+
+
+def root(q: Array) -> Array:
+    """F of method.md (3.3), one block per row."""
+    rows, d_o = q.shape
+    F = np.zeros((rows * d_o, rows * d_o))
+    for a in range(rows):
+        block = slice(a * d_o, (a + 1) * d_o)
+        F[block, block] = np.diag(np.sqrt(q[a])) - np.outer(q[a], np.sqrt(q[a]))
+    return F
 
 
 def adjoint_step(head: ReferenceHead, h: Array, y: Any) -> list[tuple[Array, Array]]:
@@ -236,6 +252,23 @@ def adjoint_step(head: ReferenceHead, h: Array, y: Any) -> list[tuple[Array, Arr
         predicted = Sigma + (R if head.rule == "fuse" else NOISE_FLOOR * np.eye(len(e)))
         V = np.linalg.inv(predicted)
         r, Lam = V @ e, -V if head.rule == "fuse" else V @ (R - predicted) @ V
+    elif head.softmax_order == 0:
+        moments = moment_softmax(mu, Sigma)
+        e, H = (np.eye(d_o)[y] - moments.mean).ravel(), moments.H
+        if head.noise == "constant":
+            V = np.linalg.inv(H @ Sigma @ H.T + R)
+            r, Lam = H.T @ V @ e, -H.T @ V @ H
+        else:
+            kappa = 1 / np.sqrt(1 + np.pi / 8 * np.diag(Sigma))
+            G = kappa[:, None] * root(moments.q)
+            S = G.T @ Sigma @ G
+            for a in range(rows):
+                block = slice(a * d_o, (a + 1) * d_o)
+                S[block, block] = moments.s[a] * np.eye(d_o)
+            V = np.linalg.inv(S)
+            r, Lam = G @ V @ (e / np.sqrt(moments.q.ravel())), -G @ V @ G.T
+            if rows == 1:  # (11.3)
+                np.testing.assert_allclose(r, kappa * e / moments.s, atol=1e-13)
     else:
         mean, cov, J = softmax_moments(mu, Sigma, head.softmax_order)
         e = (np.eye(d_o)[y] - mean).ravel()
@@ -244,10 +277,7 @@ def adjoint_step(head: ReferenceHead, h: Array, y: Any) -> list[tuple[Array, Arr
             r, Lam = J.T @ V @ e, -J.T @ V @ J
         else:
             q = (softmax_moments(mu, Sigma, 1)[0] + SMOOTHING) / (1 + d_o * SMOOTHING)
-            F = np.zeros((rows * d_o, rows * d_o))
-            for a in range(rows):
-                block = slice(a * d_o, (a + 1) * d_o)
-                F[block, block] = np.diag(np.sqrt(q[a])) - np.outer(q[a], np.sqrt(q[a]))
+            F = root(q)
             G = np.linalg.inv(np.eye(rows * d_o) + F.T @ Sigma @ F)
             r, Lam = F @ G @ (e / np.sqrt(q.ravel())), -F @ G @ F.T
 
@@ -435,7 +465,7 @@ def test_multinomial_gradient_is_target_minus_probability_however_wrong_the_head
 @pytest.mark.parametrize("rows", [1, 3])
 def test_multinomial_update_equals_the_information_form(rows: int) -> None:
     """With J as map and as noise, JᵀR⁺J = J and JᵀR⁺e = e: the posterior precision just gains AᵀJA."""
-    head = make_head(d_o=4, prior_var=0.4, covariance="full", output="softmax", noise="multinomial")
+    head = make_head(d_o=4, prior_var=0.4, covariance="full", output="softmax", noise="multinomial", softmax_order=1)
     rng = np.random.default_rng(2)
     for _ in range(10):
         h, label = 2 * rng.normal(size=(rows, 4)), rng.integers(4, size=rows)

@@ -121,7 +121,7 @@ def test_the_bytes_are_little_endian_and_laid_out_as_documented(settings: dict[s
         "rule": ["fuse", "replace"].index(settings["rule"]),
         "noise": ["constant", "adaptive", "multinomial"].index(settings["noise"]),
         "relu_order": 2,
-        "softmax_order": 1,
+        "softmax_order": 0,
         "prior_var": [0.1] * layers + [0.0] * (8 - layers),
         "noise_var": float(np.dtype(settings["dtype"]).type(0.2)),
         "input_var": 1e-3,
@@ -280,7 +280,7 @@ FIELDS = ["dtype", "layers", *[f"widths[{i}]" for i in range(9)], "max_rows", "o
 BAD_CONFIG = [
     *itertools.product(FIELDS[:18], [-1, -(2**31), 99, 2**20 + 1, 2**31 - 1]),
     *itertools.product(["dtype", "output", "covariance", "rule", "noise"], [3, 256]),
-    *itertools.product(["layers", "max_rows", "relu_order", "softmax_order", "widths[0]", "widths[1]"], [0]),
+    *itertools.product(["layers", "max_rows", "relu_order", "widths[0]", "widths[1]"], [0]),
     *itertools.product(["prior_var[0]", *FIELDS[26:]], [float("nan"), float("inf"), -1.0]),
     ("prior_var[0]", 0.0),
     ("forgetting", 0.0),

@@ -53,7 +53,7 @@ kbt_config configuration(fuzz::Bytes &in) {
   cfg.rule = in.below(4) == 0;
   cfg.noise = in.below(3);
   cfg.relu_order = 2 + in.below(3);
-  cfg.softmax_order = 1 + in.below(2);
+  cfg.softmax_order = in.below(3);
   for (double &var : cfg.prior_var) var = in.scale();
   cfg.noise_var = in.scale();
   cfg.input_var = in.below(3) == 0 ? in.scale() : 0.0;

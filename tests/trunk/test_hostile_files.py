@@ -389,7 +389,7 @@ def wrong_states(head: kbt.Head, rng: random.Random) -> Iterator[tuple[str, byte
             "max_rows": range(1, 300),
             "rule": (0, 1),
             "relu_order": range(2, 13),
-            "softmax_order": (1, 2),
+            "softmax_order": (0, 1, 2),
             "noise": (0, 1, 2),
             "output": (0, 1),
         }.get(name, ())
