@@ -43,6 +43,7 @@ TRUNK, HEAD, JSON = "trunk.onnx", "head.kbt", "bundle.json"
 # Limits far above any real bundle. They bound what a hostile one can allocate.
 MAX_JSON_BYTES: Final = 2**20
 MAX_HEAD_BYTES: Final = 2**28
+GROWN: Final = 8  # bytes that a state of format 2 has more: an old bundle's head, saved again
 MAX_RANK: Final = 8
 MAX_INPUTS: Final = 64
 MAX_WIDTH: Final = 2**22
@@ -124,7 +125,7 @@ def read(folder: str | os.PathLike[str]) -> Bundle:
     with _named(folder):
         said = _read_json(folder)
         trunk = _read_file(folder, TRUNK, said["trunk"]["bytes"])
-        head = _read_file(folder, HEAD, said["head"]["bytes"])
+        head = _read_file(folder, HEAD, said["head"]["bytes"], GROWN)
     bundle = Bundle(
         trunk=trunk,
         head=head,
@@ -227,6 +228,8 @@ def _first_difference(one: Any, other: Any, where: str = "") -> tuple[str, Any, 
 def _must_be_the_same(folder: Path, described: dict[str, Any]) -> None:
     """``made`` may differ. Anything else would change two files at once, which no rename can do atomically."""
     there = _read_json(folder)
+    if described["head"]["bytes"] == there["head"]["bytes"] + GROWN:
+        described["head"]["bytes"] = there["head"]["bytes"]
     different = _first_difference(there | {"made": {}}, described | {"made": {}})
     if different is not None:
         where, that, this = different
@@ -381,8 +384,9 @@ class _Check:
 # The files.
 
 
-def _read_file(folder: Path, name: str, size: int | None = None) -> bytes:
-    """A regular file of the folder itself, of exactly ``size`` bytes, or up to the limit of bundle.json."""
+def _read_file(folder: Path, name: str, size: int | None = None, grown: int = 0) -> bytes:
+    """A regular file of the folder itself, of exactly ``size`` bytes (or ``grown`` more), or up to the limit of
+    bundle.json."""
     path = folder / name
     try:
         real = path.resolve(strict=True)
@@ -395,9 +399,9 @@ def _read_file(folder: Path, name: str, size: int | None = None) -> bytes:
         raise BundleError(f"{path}: cannot be read: {error}") from None
     if not stat.S_ISREG(found.st_mode):
         raise BundleError(f"{path}: not a regular file")
-    if size is not None and found.st_size != size:
+    if size is not None and found.st_size not in (size, size + grown):
         raise BundleError(f"{path}: {JSON} says {size} bytes, the file has {found.st_size}")
-    return read_bounded(real, MAX_JSON_BYTES if size is None else size)
+    return read_bounded(real, MAX_JSON_BYTES if size is None else size + grown)
 
 
 def _has_size(path: Path, size: int) -> bool:

@@ -201,7 +201,7 @@ class Members {
       const T most = T(kHuber) * T(s.O), noise = given == nullptr ? T(1) : relative_noise(s, l, given);
       weight[l] = nis[l] > most ? most / nis[l] : T(1);
       const T kept = noise / weight[l], q = kept + c[l];
-      const bool learns = l != Store::kBefore;
+      const bool learns = l != Store::kBefore && kept < kLargest<T>;  // or the sample is all noise
       lambda[l] = learns ? T(1) / q : T(0);
       share[l] = learns ? kept / q : T(1);
     }

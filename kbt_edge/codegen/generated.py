@@ -223,7 +223,7 @@ def _declarations(about: Mapping[str, Any]) -> str:
     labels = f"int {name}_observe_labels(const int32_t *, kbt_result *);" if about["output"] == "softmax" else ""
     return f"""
         typedef struct kbt_head kbt_head;
-        typedef struct {{ double nis, log_likelihood; }} kbt_result;
+        typedef struct {{ double nis, log_likelihood; int32_t changed, spare; }} kbt_result;
         typedef struct {{
             const void *slot[2]; uint32_t slot_bytes; int (*erase)(void *, int);
             int (*write)(void *, int, uint32_t, const void *, uint32_t); void *context;

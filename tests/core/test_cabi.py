@@ -230,7 +230,7 @@ def test_a_bad_setting_is_named_before_any_memory_is_needed(field: str, value: A
     assert (guard == GUARD).all()
 
 
-@pytest.mark.parametrize("entry", [("widths", 0, 0), ("widths", 2, -5), ("widths", 1, 2**20 + 1), ("prior_var", 0, 0.0),
+@pytest.mark.parametrize("entry", [("widths", 0, 0), ("widths", 2, -5), ("widths", 1, 2**20 + 1), ("prior_var", 0, -0.5),
                                    ("prior_var", 1, nan), ("prior_var", 1, -1.0), ("prior_var", 1, inf)])  # fmt: skip
 def test_a_bad_entry_of_an_array_is_named(entry: tuple[str, int, Any]) -> None:
     field, index, value = entry
@@ -559,7 +559,7 @@ def test_blobs_are_judged_before_they_are_loaded(head: CHead) -> None:
         good[:10]: C.KBT_E_BLOB_SHORT,
         good[:-1]: C.KBT_E_BLOB_SHORT,
         b"nonsense" * 40: C.KBT_E_BLOB_FOREIGN,
-        good[:4] + b"\x02\0\0\0" + good[8:]: C.KBT_E_BLOB_VERSION,
+        good[:4] + b"\x03\0\0\0" + good[8:]: C.KBT_E_BLOB_VERSION,
         good[:-1] + bytes([good[-1] ^ 4]): C.KBT_E_BLOB_CRC,
         bytes(nan_mean): C.KBT_E_BLOB_CRC,
     }

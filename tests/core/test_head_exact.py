@@ -320,7 +320,7 @@ def test_a_gated_prediction_is_spent() -> None:
 def test_rows_that_differ_by_a_hair_are_regressed_exactly(covariance: str, apart: float) -> None:
     mpmath = pytest.importorskip("mpmath")
     head = kbt.Head(
-        [[0.5, -1.0, 2.0]], prior_var=0.3, noise_var=0.2, covariance=covariance, dtype="float64", max_rows=2
+        [[0.5, -1.0, 2.0]], prior_var=0.3, noise_var=0.2, drift=0.0, covariance=covariance, dtype="float64", max_rows=2
     )
     rows = [[apart, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]
     head.update([row[:3] for row in rows], [[0.0], [1.0]])
