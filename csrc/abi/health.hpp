@@ -55,7 +55,7 @@ template <class T>
 void measure_variances(const Head<T> &head, kbt_health &health) {
   health.smallest_var = std::numeric_limits<double>::max();
   for (Index i = 0; i < head.layers(); ++i) {
-    const typename Posterior<T>::Range D = head.weights(i).range_of_D();
+    const typename Posterior<T>::Range D = head.bank().leading().weights(i).range_of_D();
     const double smallest = static_cast<double>(D.smallest), largest = static_cast<double>(D.largest);
     if (smallest < health.smallest_var) health.smallest_var = smallest;
     if (largest > health.largest_var) health.largest_var = largest;
@@ -65,7 +65,7 @@ void measure_variances(const Head<T> &head, kbt_health &health) {
 // The same over the members, whose D is in units of their noise.
 template <class T>
 void measure_members(const Head<T> &head, kbt_health &health) {
-  const MemberStore<T> s = head.store();
+  const MemberStore<T> &s = head.store();
   health.smallest_var = std::numeric_limits<double>::max();
   for (Index i = 0; i < s.M * kLanes; ++i) {
     const double var = static_cast<double>(s.d[i]) * static_cast<double>(s.noise(0, 0, i % kLanes));
@@ -78,13 +78,14 @@ void measure_members(const Head<T> &head, kbt_health &health) {
 // The largest variance in prior and noise.
 template <class T>
 double variance_scale(const Head<T> &head) {
-  double scale = 0.0;
-  for (int i = 0; i < head.cfg.layers; ++i) scale = head.cfg.prior_var[i] > scale ? head.cfg.prior_var[i] : scale;
+  double prior = 0.0, noise = 0.0;
+  for (int i = 0; i < head.cfg.layers; ++i) prior = head.cfg.prior_var[i] > prior ? head.cfg.prior_var[i] : prior;
   for (Index i = 0; i < head.noise().count(); ++i) {
     const double x = static_cast<double>(head.noise().values[i]);
-    scale = x > scale ? x : scale;
+    noise = x > noise ? x : noise;
   }
-  return scale;
+  if (in_units_of_noise(head.cfg)) return (prior > 1.0 ? prior : 1.0) * noise;
+  return prior > noise ? prior : noise;
 }
 
 inline kbt_verdict verdict(const kbt_config &cfg, const kbt_watch &watch, const kbt_health &health,
@@ -139,12 +140,15 @@ kbt_health judge(const Head<T> &head) {
     health.high = std::numeric_limits<double>::infinity();
   }
   health.gated = static_cast<double>(watch.gated);
-  if (head.watchful()) {
+  if (head.has_members()) {
     measure_members(head, health);
+  } else {
+    measure_variances(head, health);
+  }
+  if (head.watchful()) {
     health.verdict = members_verdict(watch, health);
     return health;
   }
-  measure_variances(head, health);
   health.verdict = verdict(head.cfg, watch, health, kept.rejected, variance_scale(head));
   return health;
 }

@@ -153,20 +153,13 @@ const char *bad_setting(const kbt_config &cfg) {
   return nullptr;
 }
 
-// Variances of weights before any data, where none is given: of the last layer, and of the layers below.
-// A few units settle a softmax: the variance of a logit, about d times that of a weight, stays below 16. Copies of h in
-// hidden layers must stay far below the signal.
-constexpr double kReadoutVar = 10.0, kClassVar = 1.0, kLogitVar = 16.0, kCopiesVar = 1e-6;
-
 // Unused entries of the fixed arrays are zeroed, so that equal configurations have equal bytes. Automatic settings are
 // filled in.
 kbt_config canonical(const kbt_config &given) {
   kbt_config cfg = given;
-  if (!kbt::has_members(cfg) && cfg.drift < 0.0) cfg.drift = 0.0;
+  if (cfg.rule == KBT_REPLACE && cfg.drift < 0.0) cfg.drift = 0.0;  // its likelihood weighs nothing
   for (int i = 0; i < cfg.layers && cfg.drift >= 0.0; ++i) {
-    const double logits = kLogitVar / cfg.widths[0], classes = logits < kClassVar ? logits : kClassVar;
-    const double last = cfg.output == KBT_SOFTMAX ? classes : kReadoutVar;
-    if (!(cfg.prior_var[i] > 0.0)) cfg.prior_var[i] = i == cfg.layers - 1 ? last : kCopiesVar;
+    if (!(cfg.prior_var[i] > 0.0)) cfg.prior_var[i] = kbt::automatic_prior(cfg, i);
   }
   for (int i = cfg.layers; i < KBT_MAX_LAYERS; ++i) {
     cfg.widths[i + 1] = 0;
@@ -293,9 +286,9 @@ kbt_status kbt_set_means(kbt_head *head, const void *const *means) {
   return as_head(head, [&](auto &self) {
     using T = ElementOf<decltype(self)>;
     for (Index i = 0; i < self.layers(); ++i) {
-      const auto &w = self.weights(i);
+      const Index count = Index(head->cfg.widths[i + 1]) * (head->cfg.widths[i] + 1);
       if (means[i] == nullptr) return reject(head, KBT_E_NULL);
-      if (!all_finite(static_cast<const T *>(means[i]), w.n * w.M1)) return reject(head, KBT_E_NONFINITE);
+      if (!all_finite(static_cast<const T *>(means[i]), count)) return reject(head, KBT_E_NONFINITE);
     }
     self.set_means(means);
     return replaced(head, KBT_OK);
@@ -373,14 +366,7 @@ kbt_status kbt_get_belief(const kbt_head *head, kbt_belief *belief) {
   if (head == nullptr || belief == nullptr) return KBT_E_NULL;
   *belief = kbt_belief{};
   belief->changes = head->changes.count;
-  belief->weight[KBT_STILL] = 1.0;
-  as_head(head, [&](const auto &self) {
-    using T = ElementOf<decltype(self)>;
-    if (!self.watchful()) return;
-    T weights[KBT_MEMBERS];
-    self.store().weights(weights);
-    for (int i = 0; i < KBT_MEMBERS; ++i) belief->weight[i] = static_cast<double>(weights[i]);
-  });
+  as_head(head, [&](const auto &self) { self.belief(belief->weight); });
   return KBT_OK;
 }
 
@@ -422,12 +408,7 @@ kbt_status kbt_get_noise(const kbt_head *head, void *noise, int32_t *count) {
   if (head == nullptr || noise == nullptr || count == nullptr) return KBT_E_NULL;
   return as_head(head, [&](const auto &self) {
     using T = ElementOf<decltype(self)>;
-    if (self.watchful()) {
-      *count = static_cast<int32_t>(self.member_noise(static_cast<T *>(noise)));
-      return KBT_OK;
-    }
-    for (Index i = 0; i < self.noise().count(); ++i) static_cast<T *>(noise)[i] = self.noise().values[i];
-    *count = static_cast<int32_t>(self.noise().count());
+    *count = static_cast<int32_t>(self.read_noise(static_cast<T *>(noise)));
     return KBT_OK;
   });
 }
@@ -435,42 +416,15 @@ kbt_status kbt_get_noise(const kbt_head *head, void *noise, int32_t *count) {
 kbt_status kbt_get_mean(const kbt_head *head, int32_t layer, void *mean) {
   if (head == nullptr || mean == nullptr) return KBT_E_NULL;
   if (layer < 0 || layer >= head->cfg.layers) return KBT_E_LAYER;
-  return as_head(head, [&](const auto &self) {
-    using T = ElementOf<decltype(self)>;
-    const auto &w = self.weights(layer);
-    if (w.watchful) {
-      self.member_mean(static_cast<T *>(mean));
-      return KBT_OK;
-    }
-    for (Index j = 0; j < w.n; ++j) {
-      for (Index p = 0; p < w.M1; ++p) static_cast<T *>(mean)[j * w.M1 + p] = w.mean[p * w.stride + j];
-    }
-    return KBT_OK;
-  });
+  as_head(head, [&](const auto &self) { self.read_mean(layer, static_cast<ElementOf<decltype(self)> *>(mean)); });
+  return KBT_OK;
 }
 
 kbt_status kbt_get_cov(const kbt_head *head, int32_t layer, void *cov) {
   if (head == nullptr || cov == nullptr) return KBT_E_NULL;
   if (layer < 0 || layer >= head->cfg.layers) return KBT_E_LAYER;
-  return as_head(head, [&](const auto &self) {
-    using T = ElementOf<decltype(self)>;
-    const auto &w = self.weights(layer);
-    T *out = static_cast<T *>(cov);
-    if (w.watchful) {
-      self.member_cov(out);
-      return KBT_OK;
-    }
-    for (Index g = 0; g < w.matrices(); ++g) {
-      for (Index p = 0; p < w.M(); ++p) {
-        if (w.structure == KBT_DIAGONAL) {
-          *out++ = w.D(g, p);
-        } else {
-          for (Index q = 0; q < w.M(); ++q) *out++ = w.covariance(g, p, q);
-        }
-      }
-    }
-    return KBT_OK;
-  });
+  as_head(head, [&](const auto &self) { self.read_cov(layer, static_cast<ElementOf<decltype(self)> *>(cov)); });
+  return KBT_OK;
 }
 
 size_t kbt_state_size(const kbt_head *head) {

@@ -4,30 +4,21 @@
 using kbt::as_head;
 using kbt::ElementOf;
 using kbt::FlightRecord;
+using kbt::Head;
 using kbt::Index;
-using kbt::Posterior;
 using kbt::Room;
 using kbt::Used;
 using kbt::Writer;
 
 namespace {
 
-template <class T>
-Posterior<T> shape_of(const kbt_config &cfg, Index layer) {
-  Posterior<T> w;
-  w.shape(cfg, layer);
-  return w;
-}
-
 // ---- memory --------------------------------------------------------------------------------------------------------
 
 struct Half {
   std::uint64_t samples;
-  std::int32_t noise_count;
   std::uint32_t used;  // records
-  bool begun;
-  void *noise;
-  void *mean[KBT_MAX_LAYERS], *d[KBT_MAX_LAYERS], *u[KBT_MAX_LAYERS];  // the posterior in the layout of the head
+  bool begun, noise_is_matrix;
+  void *learned;  // the state it starts from, in the layout of the head
   unsigned char *records;
 };
 
@@ -46,14 +37,10 @@ namespace {
 
 template <class T>
 void plan_half(const kbt_config &cfg, Index records, std::size_t record_bytes, kbt::Arena &arena, Half &half) {
-  const Index n = cfg.widths[cfg.layers];
-  half.noise = arena.take<T>(cfg.noise == KBT_NOISE_CONSTANT ? n * n : n);
-  for (Index i = 0; i < cfg.layers; ++i) {
-    const Posterior<T> w = shape_of<T>(cfg, i);
-    half.mean[i] = arena.take<T>(w.mean_count());
-    half.d[i] = arena.take<T>(w.d_count());
-    half.u[i] = arena.take<T>(w.u_count());
-  }
+  Head<T> head;
+  kbt::Arena nowhere(nullptr);
+  head.plan(cfg, nowhere);
+  half.learned = arena.take<unsigned char>(static_cast<Index>(head.learned_bytes()));
   half.records = arena.take<unsigned char>(records * static_cast<Index>(record_bytes));
 }
 
@@ -86,14 +73,8 @@ void begin(kbt_flight &flight, int which) {
   half.used = 0;
   as_head(flight.head, [&](const auto &head) {
     half.samples = head.samples;
-    half.noise_count = static_cast<std::int32_t>(head.noise().count());
-    copy(half.noise, head.noise().values, head.noise().count());
-    for (Index i = 0; i < head.layers(); ++i) {
-      const auto &w = head.weights(i);
-      copy(half.mean[i], w.mean, w.mean_count());
-      copy(half.d[i], w.d, w.d_count());
-      copy(half.u[i], w.u, w.u_count());
-    }
+    half.noise_is_matrix = head.noise().matrix;
+    std::memcpy(half.learned, head.learned(), head.learned_bytes());
   });
 }
 
@@ -165,24 +146,22 @@ void replaced(kbt_tap *self) {
 
 // ---- the log -------------------------------------------------------------------------------------------------------
 
+template <class T>
+Head<T> as_it_was(const Head<T> &head, const Half &half) {
+  Head<T> then = head;
+  then.take_over(half.learned, half.samples, half.noise_is_matrix);
+  return then;
+}
+
 // The starting state of a half, as the bytes that kbt_state_save would have written.
 template <class T>
-void write_base(const kbt::Head<T> &head, const Half &half, Writer &out) {
-  const auto body = [&](Writer &to) {
-    kbt::write_numbers(to, head.cfg, half.samples, static_cast<const T *>(half.noise), half.noise_count, [&](Index i) {
-      Posterior<T> w = head.weights(i);
-      w.mean = static_cast<T *>(half.mean[i]);
-      w.d = static_cast<T *>(half.d[i]);
-      w.u = static_cast<T *>(half.u[i]);
-      return w;
-    });
-  };
+void write_base(const Head<T> &head, const Half &half, Writer &out) {
+  const Head<T> then = as_it_was(head, half);
   std::uint32_t crc = 0;
   Writer judge(kbt::add_to_crc, &crc);
-  body(judge);
-  judge.flush();
+  kbt::write_body(then, judge);
   kbt::write_header(out, kbt::kStateMagic, kbt::kStateVersion, judge.used(), crc);
-  body(out);
+  kbt::write_body(then, out, false);
 }
 
 template <class T>
@@ -224,9 +203,14 @@ void write_record(const kbt_config &cfg, const unsigned char *from, Writer &out)
   put(used.noise, room.noise);
 }
 
+std::size_t state_bytes(const kbt_config &cfg, const Half &half) {
+  const double n = cfg.widths[cfg.layers];
+  return static_cast<std::size_t>(kbt::state_bytes(cfg, half.noise_is_matrix ? n * n : n));
+}
+
 // Everything after the header.
 template <class T>
-void write_log(const kbt_flight &flight, const kbt::Head<T> &head, Writer &out) {
+void write_log(const kbt_flight &flight, const Head<T> &head, Writer &out) {
   const Half &last = flight.half[flight.current], &older = flight.half[1 - flight.current];
   const Half &base = older.begun ? older : last;
   std::uint64_t checkpoint_hash = 0;
@@ -237,7 +221,7 @@ void write_log(const kbt_flight &flight, const kbt::Head<T> &head, Writer &out) 
     hasher.flush();
   }
   const Room room(head.cfg);
-  out.integer(static_cast<std::uint64_t>(kbt::state_bytes(head.cfg, base.noise_count)));
+  out.integer(static_cast<std::uint64_t>(state_bytes(head.cfg, base)));
   out.integer(std::uint64_t{last.used} + (older.begun ? older.used : 0));
   out.integer(flight.before);
   out.integer(std::uint64_t{older.begun ? older.used : 0});
@@ -296,8 +280,7 @@ kbt_status kbt_flight_stop(kbt_head *head) {
 size_t kbt_flight_log_size(const kbt_flight *flight) {
   if (flight == nullptr || flight->head->tap != flight) return 0;
   const Half &last = flight->half[flight->current], &older = flight->half[1 - flight->current];
-  const std::size_t base =
-      static_cast<std::size_t>(kbt::state_bytes(flight->head->cfg, older.begun ? older.noise_count : last.noise_count));
+  const std::size_t base = state_bytes(flight->head->cfg, older.begun ? older : last);
   return kbt::kFlightFront + base + (last.used + (older.begun ? older.used : 0)) * Room(flight->head->cfg).bytes();
 }
 

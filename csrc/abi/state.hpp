@@ -5,7 +5,8 @@
 //           8  u64  length of the whole blob
 //          16  u32  CRC-32 of everything from offset 24
 //          20  u32  0
-//          24  configuration, samples, noise, then per layer: means (n x (m+1)), D, columns of U above the diagonal
+//          24  configuration, samples, and how many numbers of noise; then members, or for each filter its noise and
+//              for each layer means (n x (m+1)), D, columns of U above the diagonal; then what a bank keeps
 //
 // All little-endian, IEEE 754. The order of the factors is that of the mathematics, not of the arena, so layouts may
 // change without touching the format.
@@ -141,7 +142,6 @@ inline void read_config(Reader &in, std::uint32_t version, kbt_config &cfg) {
 // Calls visit(value) for every learned number of a layer, in the order of the format.
 template <class T, class Mean, class Variance, class Correlation>
 void visit_layer(const Posterior<T> &w, Mean mean, Variance variance, Correlation correlation) {
-  if (w.watchful) return w.store().visit(mean, variance);
   for (Index j = 0; j < w.n; ++j) {
     for (Index p = 0; p < w.M1; ++p) mean(w.mean[p * w.stride + j]);
   }
@@ -153,23 +153,23 @@ void visit_layer(const Posterior<T> &w, Mean mean, Variance variance, Correlatio
   }
 }
 
-// Everything after the header. weights(i) is the posterior of layer i.
-template <class T, class Weights>
-void write_numbers(Writer &out, const kbt_config &cfg, std::uint64_t samples, const T *noise, Index noise_count,
-                   Weights weights) {
-  write_config(out, cfg);
-  out.integer(samples);
-  out.i32(static_cast<std::int32_t>(noise_count));
-  for (Index i = 0; i < noise_count; ++i) out.real(noise[i]);
-  const auto put = [&](T x) { out.real(x); };
-  for (Index i = 0; i < cfg.layers; ++i) visit_layer(weights(i), put, put, put);
-}
-
+// Everything after the header, and unless more follows, the end.
 template <class T>
-void write_body(const Head<T> &head, Writer &out) {
-  write_numbers(out, head.cfg, head.samples, head.noise().values, head.noise().count(),
-                [&](Index i) -> const Posterior<T> & { return head.weights(i); });
-  out.flush();
+void write_body(const Head<T> &head, Writer &out, bool last = true) {
+  write_config(out, head.cfg);
+  out.integer(head.samples);
+  const Index noise_count = head.noise().count();
+  out.i32(static_cast<std::int32_t>(noise_count));
+  const auto put = [&](T x) { out.real(x); };
+  for (Index i = 0; i < noise_count; ++i) out.real(head.noise().values[i]);
+  const Bank<T> &bank = head.bank();
+  if (head.has_members()) head.store().visit(put, put);
+  for (Index k = 0; !head.has_members() && k < bank.count(); ++k) {
+    for (Index i = 0; k > 0 && i < noise_count; ++i) out.real(bank.filter(k).noise().values[i]);
+    for (Index i = 0; i < head.layers(); ++i) visit_layer(bank.filter(k).weights(i), put, put, put);
+  }
+  if (!head.has_members() && bank.several()) bank.visit_extra(put, put);
+  if (last) out.flush();
 }
 
 inline void write_header(Writer &out, std::uint32_t magic, std::uint32_t version, std::size_t body, std::uint32_t crc) {
@@ -246,19 +246,47 @@ inline double state_bytes(const kbt_config &cfg, double noise_count, std::uint32
   const std::size_t missing = version > 1 ? 0 : sizeof(double);
   const double fixed =
       static_cast<double>(kHeaderBytes + config.used() - missing + sizeof(std::uint64_t) + sizeof(std::int32_t));
+  if (has_members(cfg)) return fixed + real * (noise_count + member_numbers(cfg));
   double numbers = noise_count;
-  if (has_members(cfg)) return fixed + real * (numbers + member_numbers(cfg));
   for (int i = 0; i < cfg.layers; ++i) {
     const double n = cfg.widths[i + 1], m = cfg.widths[i] + 1.0;
     const double M = cfg.covariance == KBT_FULL ? n * m : m, matrices = cfg.covariance == KBT_FULL ? 1.0 : n;
     numbers += n * m + matrices * (cfg.covariance == KBT_DIAGONAL ? M : M * (M + 1.0) / 2.0);
   }
+  if (has_bank(cfg)) numbers = Bank<float>::kMost * numbers + Bank<float>::extra_numbers(cfg);
   return fixed + real * numbers;
 }
 
 template <class T>
 std::size_t state_size(const Head<T> &head) {
   return static_cast<std::size_t>(state_bytes(head.cfg, static_cast<double>(head.noise().count())));
+}
+
+// Takes the numbers of a layer from `in`. False if they cannot be a posterior. Factors can be finite and their product
+// U D U' not: then an update would write infinite means. With every term of a variance below `most`, the variances are
+// finite, and so are the covariances.
+template <class T, class Take>
+bool read_layer(const Posterior<T> &w, Reader &in, Take take) {
+  constexpr T kAny = std::numeric_limits<T>::lowest();
+  const T most = std::numeric_limits<T>::max() / T(w.M());
+  std::size_t first = 0;                 // where D of this matrix begins
+  Index seen = w.M(), row = 0, col = 1;  // entries of D read so far; the next place in U
+  bool valid = true;
+  visit_layer(
+      w, [&](T &x) { take(x, kAny); },
+      [&](T &x) {
+        if (seen == w.M()) first = in.used(), seen = 0, row = 0, col = 1;
+        ++seen;
+        valid = valid && take(x, T(0)) <= most;
+      },
+      [&](T &x) {
+        const T u = take(x, kAny);
+        T D = T(0);
+        if (!in.truncated()) in.again(first + static_cast<std::size_t>(col) * sizeof(T)).real(D);
+        valid = valid && u * D * u <= most;
+        if (++row == col) row = 0, ++col;
+      });
+  return valid;
 }
 
 // Two passes over the same bytes: the first checks, the second writes.
@@ -269,18 +297,13 @@ kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size
   const kbt_status status = read_header(blob, size, cfg, version);
   if (status != KBT_OK) return status;
   if (!same_config(cfg, head.cfg)) return KBT_E_BLOB_CONFIG;
+  constexpr T kAny = std::numeric_limits<T>::lowest();
   for (const bool commit : {false, true}) {
     Reader in(blob + kHeaderBytes, size - kHeaderBytes);
     read_config(in, version, cfg);
     const auto samples = in.integer<std::uint64_t>();
     const Index count = in.i32(), n = head.outputs();
     if (count != n && !(count == n * n && cfg.noise == KBT_NOISE_CONSTANT)) return KBT_E_BLOB_VALUE;
-    T *noise = head.noise_candidate();
-    for (Index i = 0; i < count; ++i) in.real(noise[i]);
-    if (!commit && !head.noise().valid(noise, count)) return KBT_E_BLOB_VALUE;
-    for (Index i = 0; i < n; ++i) {
-      if (noise[count == n ? i : i * n + i] < T(kNoiseFloor)) return KBT_E_BLOB_VALUE;
-    }
     bool valid = true;
     const auto take = [&](T &to, T lowest) {
       T x;
@@ -289,33 +312,29 @@ kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size
       if (commit) to = x;
       return x;
     };
-    constexpr T kAny = std::numeric_limits<T>::lowest();
-    for (Index i = 0; i < head.layers(); ++i) {
-      // Factors can be finite and their product U D U' not: then an update would write infinite means. With every term
-      // of a variance below `most`, the variances are finite, and so are the covariances.
-      const auto &w = head.weights(i);
-      const T most = std::numeric_limits<T>::max() / T(w.M());
-      std::size_t first = 0;                 // where D of this matrix begins
-      Index seen = w.M(), row = 0, col = 1;  // entries of D read so far; the next place in U
-      visit_layer(
-          w, [&](T &x) { take(x, kAny); },
-          [&](T &x) {
-            if (!w.watchful && seen == w.M()) first = in.used(), seen = 0, row = 0, col = 1;
-            ++seen;
-            const T D = take(x, T(0));
-            valid = valid && D <= most;
-          },
-          [&](T &x) {
-            const T u = take(x, kAny);
-            T D = T(0);
-            if (!in.truncated()) in.again(first + static_cast<std::size_t>(col) * sizeof(T)).real(D);
-            valid = valid && u * D * u <= most;
-            if (++row == col) row = 0, ++col;
-          });
+    const auto read_noise = [&](NoiseModel<T> &noise) {
+      T *const found = head.noise_candidate();
+      for (Index i = 0; i < count; ++i) in.real(found[i]);
+      valid = valid && (commit || noise.valid(found, count));
+      for (Index i = 0; i < n; ++i) valid = valid && found[count == n ? i : i * n + i] >= T(kNoiseFloor);
+      if (commit) noise.restore(found, count);
+    };
+    read_noise(head.noise());
+    if (!valid) return KBT_E_BLOB_VALUE;
+    if (head.has_members()) {
+      const T most = std::numeric_limits<T>::max() / T(head.store().M);
+      head.store().visit([&](T &x) { take(x, kAny); },
+                         [&](T &x) { valid = take(x, T(0)) <= most && valid; });
+    }
+    for (Index k = 0; !head.has_members() && k < head.bank().count(); ++k) {
+      if (k > 0) read_noise(head.bank().filter(k).noise());
+      for (Index i = 0; i < head.layers(); ++i) valid = read_layer(head.bank().filter(k).weights(i), in, take) && valid;
+    }
+    if (!head.has_members() && head.bank().several()) {
+      head.bank().visit_extra([&](T &x) { take(x, kAny); }, [&](T &x) { take(x, T(0)); });
     }
     if (!in.complete() || !valid) return KBT_E_BLOB_VALUE;
     if (commit) {
-      head.noise().restore(noise, count);
       head.samples = samples;
       head.predicted_rows = 0;
       head.watch = {};

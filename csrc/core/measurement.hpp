@@ -269,18 +269,6 @@ struct Measurement {
 
   void add_other_number(T other_cov, T b) { *N += b * (other_cov * b); }
 
-  // One EM step for diagonal R, (3.4): E of the squared noise given the sample, averaged over rows.
-  T expected_noise(const Adjoint<T> &adjoint, Index i, T R) const {
-    T sum = T(0);
-    for (Index a = 0; a < rows; ++a) {
-      const T Ve = adjoint.r(a)[i];
-      T V = T(0);
-      for (Index k = 0; k < adjoint.rank; ++k) V += adjoint.B(k, a)[i] * adjoint.B(k, a)[i];
-      sum += (R * Ve) * (R * Ve) + (R - R * V * R);
-    }
-    return sum / T(rows);
-  }
-
  private:
   void innovate(const T *y) {
     for (Index i = 0; i < rows * n; ++i) innovation[i] = y[i] - mean[i];

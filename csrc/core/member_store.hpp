@@ -1,31 +1,15 @@
-// member_store.hpp - what the members of a watchful head have learned, and the rules by which they are weighed,
-// replaced and begun anew. method.md §9 has the rules and where the constants come from.
+// member_store.hpp - what the members of a watchful linear head have learned. method.md §9; evidence.hpp weighs them.
 #pragma once
 
 #include "algebra.hpp"
-#include "kbt.h"
+#include "evidence.hpp"
 #include "noise.hpp"
-#include "normal.hpp"
+#include "settings.hpp"
 
 namespace kbt {
 
-constexpr double kWide = 2e4;       // variance of an output before any data, in units of the noise
-constexpr double kNarrow = 30.0;    // the same, of the member for noisy targets
-constexpr double kHuber = 16.0;     // NIS per output that a sample counts as at most
-constexpr double kSurprise = 16.0;  // NIS per output of the mixture at which the fresh member begins
-constexpr double kCap = 2.0;        // nats of evidence that one sample may bring
-constexpr double kProof = 16.0;     // nats of evidence that make a change
-constexpr double kDoubt = 8.0;      // nats at which a challenger is as probable as the members
-constexpr int kYoung = 120;  // samples for which a challenger must have been ahead before the plant counts as changed
-constexpr int kLives = 3;    // the fresh member begins anew after 3 (d + 1) samples, and not before 3 times the above
-constexpr int kMostReturns = 3;      // each return doubles the patience, up to eight times
-constexpr double kLeadRate = 0.5;    // nats per sample by which it must have been ahead
-constexpr double kMostProof = 24.0;  // nats: evidence beyond is not saved up for worse times
-constexpr double kFade = 0.998;      // of log weights per sample: they remember 500 samples
-constexpr double kShare = 1e-3;      // of the weights is spread evenly: nobody is forgotten
-constexpr int kNoiseMemory = 100;    // samples that the learned noise remembers
-constexpr int kBriefMemory = 10;     // the same, of the member for noisy targets
-constexpr int kSizeMemory = 1000;    // samples that the mean of |z|^2 remembers
+constexpr double kNarrow = 30.0;  // variance of an output before any data, of the member for noisy targets
+constexpr int kBriefMemory = 10;  // samples that the noise of the member for noisy targets remembers
 
 struct MemberKind {
   double prior;      // variance of an output before any data
@@ -39,16 +23,22 @@ constexpr MemberKind kMembers[kLanes] = {{kWide, 0.0, 0.0, kNoiseMemory},  {kNar
                                          {kWide, 2e-1, 0.0, kNoiseMemory}, {kWide, 0.0, 1e-2, kNoiseMemory},
                                          {kWide, 0.0, 0.0, kNoiseMemory},  {kWide, 0.0, 0.0, kNoiseMemory}};
 
-struct MemberEvent {
-  int kind;         // KBT_NO_CHANGE, KBT_CHANGED, KBT_RETURNED
-  int age;          // samples since the fresh member began
-  double evidence;  // nats
-};
-
 // The learned numbers, lane = member. All in one piece of memory, in this order.
 template <class T>
-struct MemberStore {
+struct MemberStore : Evidence<T, 6> {
   static constexpr Index L = kLanes, kRegular = 6, kFresh = 6, kBefore = 7;
+  using Evidence<T, 6>::log_weights;
+  using Evidence<T, 6>::book;
+  using Evidence<T, 6>::kBook;
+  using Evidence<T, 6>::size;
+
+  MemberStore() = default;
+  explicit MemberStore(const kbt_config &cfg)
+      : M(cfg.widths[0] + 1),
+        O(cfg.widths[1]),
+        matrix(cfg.noise == KBT_NOISE_FULL),
+        learns_noise(cfg.noise != KBT_NOISE_CONSTANT),
+        prior_var(static_cast<T>(cfg.prior_var[0])) {}
 
   Index M, O;   // inputs with the bias first; outputs
   bool matrix;  // R is a matrix
@@ -58,27 +48,11 @@ struct MemberStore {
   T *W;                            // O x M x 8
   T *d, *u;                        // LaneUD
   T *R;                            // O x 8, or O x O x 8
-  T *log_weights, *ages;           // 8 each
-  T *book;                         // what follows, kBook numbers
-  enum {
-    kSize,
-    kSeen,
-    kEvidence,
-    kFreshAge,
-    kSuspicious,
-    kBeforeEvidence,
-    kBeforeAge,
-    kHasBefore,
-    kReturns,
-    kLead,
-    kBeforeLead,
-    kBook
-  };
+  T *ages;  // 8
 
   Index noise_count() const { return matrix ? O * O : O; }
-  static Index count(Index M, Index O, bool matrix) {
-    const Index noise = matrix ? O * O : O;
-    return O * M + noise + O * M * L + M * L + LaneUD<T>::u_count(M) + noise * L + 2 * L + kBook;
+  Index count() const {
+    return (O * M + noise_count()) * (1 + L) + M * L + LaneUD<T>::u_count(M) + 2 * L + kBook;
   }
   void place(T *at) {
     const auto take = [&](T *&piece, Index count) {
@@ -118,9 +92,6 @@ struct MemberStore {
     if (matrix) return R[(i * O + k) * L + l];
     return i == k ? R[i * L + l] : T(0);
   }
-  bool begun() const { return book[kSeen] > T(0); }
-  bool suspicious() const { return book[kSuspicious] > T(0); }
-  T size() const { return book[kSize]; }
 
   // Prior variance of a weight of member l when inputs have this |z|^2.
   T prior_of(Index l, T size) const {
@@ -135,8 +106,7 @@ struct MemberStore {
     fill(u, T(0), LaneUD<T>::u_count(M));
     for (Index i = 0; i < noise_count() * L; ++i) R[i] = first_noise[i / L];
     fill(ages, T(0), L);
-    fill(book, T(0), Index(kBook));
-    even_weights();
+    Evidence<T, 6>::reset();
   }
   // The noise with which members begin, and that of all of them from now on: O variances.
   void set_noise(const T *values) {
@@ -145,77 +115,6 @@ struct MemberStore {
       for (Index l = 0; l < L; ++l) R[i * L + l] = first_noise[i];
     }
   }
-  void even_weights() {
-    for (Index l = 0; l < L; ++l) log_weights[l] = l < kRegular ? T(-1.791759469228055) : T(0);  // log 1/6
-  }
-
-  // (9.1): the regular members by their evidence, a challenger by its odds against all of them.
-  void weights(T *w) const {
-    T sum = T(0);
-    for (Index l = 0; l < kRegular; ++l) sum += w[l] = exp_negative(log_weights[l]);
-    w[kFresh] = odds(book[kEvidence]);
-    w[kBefore] = book[kHasBefore] > T(0) ? odds(book[kBeforeEvidence]) : T(0);
-    const T whole = T(1) + w[kFresh] + w[kBefore];
-    for (Index l = 0; l < kRegular; ++l) w[l] /= sum * whole;
-    w[kFresh] /= whole;
-    w[kBefore] /= whole;
-  }
-  static T odds(T evidence) {
-    const T x = evidence - T(kDoubt);
-    return x < T(0) ? exp_negative(x) : T(1) / exp_negative(x < T(50) ? -x : T(-50));
-  }
-
-  void note_size(T size) {
-    const T seen = book[kSeen];
-    book[kSize] += (size - book[kSize]) / (seen < T(kSizeMemory - 1) ? seen + T(1) : T(kSizeMemory));
-    if (seen < T(kSizeMemory)) book[kSeen] = seen + T(1);
-  }
-
-  // (9.1) for one sample. Returns the log density of the regular members' mixture.
-  T weigh_in(const T *log_density) {
-    T best = log_density[0], top = log_weights[0] + log_density[0];
-    for (Index l = 1; l < kRegular; ++l) {
-      best = log_density[l] > best ? log_density[l] : best;
-      const T x = log_weights[l] + log_density[l];
-      top = x > top ? x : top;
-    }
-    T sum = T(0), whole = T(0);
-    for (Index l = 0; l < kRegular; ++l) {
-      sum += exp_negative(log_weights[l] + log_density[l] - top);
-      whole += exp_negative(log_weights[l]);
-    }
-    const T mixture = top + log_positive(sum / whole);
-    gain_evidence(log_density[kFresh] - mixture, log_density[kBefore] - mixture);
-
-    const T least = best - T(kCap) * T(O);
-    T highest = T(0);
-    for (Index l = 0; l < kRegular; ++l) {
-      log_weights[l] = T(kFade) * log_weights[l] + (log_density[l] > least ? log_density[l] : least) - best;
-      highest = l == 0 || log_weights[l] > highest ? log_weights[l] : highest;
-    }
-    sum = T(0);
-    for (Index l = 0; l < kRegular; ++l) sum += exp_negative(log_weights[l] - highest);
-    for (Index l = 0; l < kRegular; ++l) {
-      const T w = exp_negative(log_weights[l] - highest) / sum;
-      log_weights[l] = log_positive(T(1 - kShare) * w + T(kShare) / T(kRegular));
-    }
-    return mixture;
-  }
-  // Evidence gives a challenger its weight and is not saved up for worse times; its lead is the whole sum.
-  void gain_evidence(T fresh, T before) {
-    const auto capped = [](T x) { return x > T(kCap) ? T(kCap) : (x < T(-kCap) ? T(-kCap) : x); };
-    const auto at_most = [](T x) { return x < T(kMostProof) ? x : T(kMostProof); };
-    const T gain = capped(fresh), regain = capped(before);
-    book[kEvidence] = at_most(book[kEvidence] + gain);
-    book[kLead] += gain;
-    book[kFreshAge] += T(1);
-    const T sum = book[kHasBefore] > T(0) ? at_most(book[kBeforeEvidence] + regain) : T(0);
-    const bool ahead = sum > T(0);
-    book[kBeforeEvidence] = ahead ? sum : T(0);
-    book[kBeforeLead] = ahead ? book[kBeforeLead] + regain : T(0);
-    book[kBeforeAge] = ahead ? book[kBeforeAge] + T(1) : T(0);
-  }
-
   // (9.3): P + Q for the members that walk, never above the prior.
   void walk() {
     for (Index l = 0; l < kRegular; ++l) {
@@ -250,22 +149,35 @@ struct MemberStore {
     }
   }
 
-  // Moments of the weights over members with these weights.
-  T mean(const T *w, Index o, Index p) const {
-    T sum = T(0);
-    for (Index l = 0; l < L; ++l) sum += w[l] * W[(o * M + p) * L + l];
-    return sum;
-  }
-  T covariance(const T *w, Index o, Index p, Index b, Index q) const {
-    const Index low = p < q ? p : q, high = p < q ? q : p;
-    const T mean_p = mean(w, o, p), mean_q = mean(w, b, q);
-    T sum = T(0);
-    for (Index l = 0; l < L; ++l) {
-      T P = (low == high ? T(1) : factor().entry(low, high)[l]) * d[high * L + l];
-      for (Index r = high + 1; r < M; ++r) P += factor().entry(low, r)[l] * d[r * L + l] * factor().entry(high, r)[l];
-      sum += w[l] * (noise(o, b, l) * P + (W[(o * M + p) * L + l] - mean_p) * (W[(b * M + q) * L + l] - mean_q));
+  // Moments of the weights over the members: n x (m + 1) means with the bias last; their covariance, all of it or the
+  // blocks of the outputs; and the noise, whose count is returned.
+  void read_mean(T *to) const {
+    T w[L];
+    this->weights(w);
+    for (Index o = 0; o < O; ++o) {
+      for (Index p = 0; p < M; ++p) to[o * M + place(p)] = mean(w, o, p);
     }
-    return sum < kLargest<T> ? (sum > -kLargest<T> ? sum : -kLargest<T>) : kLargest<T>;
+  }
+  void read_cov(bool whole, T *to) const {
+    T w[L];
+    this->weights(w);
+    for (Index o = 0; o < O; ++o) {
+      for (Index b = whole ? 0 : o; b < (whole ? O : o + 1); ++b) {
+        T *const block = whole ? to + o * M * O * M + b * M : to + o * M * M;
+        for (Index p = 0; p < M; ++p) {
+          for (Index q = 0; q < M; ++q) block[place(p) * (whole ? O * M : M) + place(q)] = covariance(w, o, p, b, q);
+        }
+      }
+    }
+  }
+  Index read_noise(T *to) const {
+    T w[L];
+    this->weights(w);
+    for (Index i = 0; i < noise_count(); ++i) {
+      to[i] = T(0);
+      for (Index l = 0; l < L; ++l) to[i] += w[l] * R[i * L + l];
+    }
+    return noise_count();
   }
 
   // For the watch: the weight of the members that walk, and the log of the mean noise variance.
@@ -286,20 +198,13 @@ struct MemberStore {
 
   // After a sample: has the plant changed, or gone back? Otherwise the fresh member may be due to begin again.
   MemberEvent decide() {
-    const int age = static_cast<int>(book[kFreshAge]), back = static_cast<int>(book[kBeforeAge]);
-    const double lead = static_cast<double>(book[kLead]), before = static_cast<double>(book[kBeforeLead]);
-    const int patience = kYoung << static_cast<int>(book[kReturns]);
-    if (back >= patience && before > kLeadRate * back) {
-      replace_members(kBefore);
-      if (book[kReturns] < T(kMostReturns)) book[kReturns] += T(1);
-      return {KBT_RETURNED, back, before};
+    const MemberEvent event = Evidence<T, 6>::decide();
+    if (event.kind != KBT_NO_CHANGE) {
+      replace_members(event.kind == KBT_RETURNED ? kBefore : kFresh);
+    } else if (this->fresh_is_due(M)) {
+      begin_fresh(false);
     }
-    if (age >= patience && lead > kLeadRate * age) {
-      replace_members(kFresh);
-      return {KBT_CHANGED, age, lead};
-    }
-    if ((age >= kLives * M && age >= kLives * patience) || book[kEvidence] < T(-kProof)) begin_fresh(false);
-    return {KBT_NO_CHANGE, 0, 0.0};
+    return event;
   }
 
   void begin_fresh(bool suspicious) {
@@ -309,14 +214,12 @@ struct MemberStore {
     for (Index i = 0; i < O * M; ++i) W[i * L + kFresh] = first_weights[i];
     for (Index i = 0; i < noise_count(); ++i) R[i * L + kFresh] = first_noise[i];
     ages[kFresh] = T(0);
-    book[kEvidence] = book[kLead] = book[kFreshAge] = T(0);
-    book[kSuspicious] = T(suspicious);
+    Evidence<T, 6>::begin_fresh(suspicious);
   }
 
   // The regular members go on from member `from`; the best of them is kept as it was.
   void replace_members(Index from) {
-    Index best = 0;
-    for (Index l = 1; l < kRegular; ++l) best = log_weights[l] > log_weights[best] ? l : best;
+    const Index best = this->best();
     const auto each = [&](T *x, Index n) {
       for (Index i = 0; i < n; ++i, x += L) {
         const T value = x[from], kept = x[best];
@@ -329,10 +232,28 @@ struct MemberStore {
     each(u, LaneUD<T>::u_count(M) / L);
     each(R, noise_count());
     each(ages, 1);
-    even_weights();
+    this->even_weights();
     begin_fresh(false);
-    book[kHasBefore] = T(1);
-    book[kBeforeEvidence] = book[kBeforeLead] = book[kBeforeAge] = T(0);
+    this->begin_before();
+  }
+
+ private:
+  Index place(Index p) const { return p == 0 ? M - 1 : p - 1; }  // where an input is when the bias is the last
+  T mean(const T *w, Index o, Index p) const {
+    T sum = T(0);
+    for (Index l = 0; l < L; ++l) sum += w[l] * W[(o * M + p) * L + l];
+    return sum;
+  }
+  T covariance(const T *w, Index o, Index p, Index b, Index q) const {
+    const Index low = p < q ? p : q, high = p < q ? q : p;
+    const T mean_p = mean(w, o, p), mean_q = mean(w, b, q);
+    T sum = T(0);
+    for (Index l = 0; l < L; ++l) {
+      T P = (low == high ? T(1) : factor().entry(low, high)[l]) * d[high * L + l];
+      for (Index r = high + 1; r < M; ++r) P += factor().entry(low, r)[l] * d[r * L + l] * factor().entry(high, r)[l];
+      sum += w[l] * (noise(o, b, l) * P + (W[(o * M + p) * L + l] - mean_p) * (W[(b * M + q) * L + l] - mean_q));
+    }
+    return sum < kLargest<T> ? (sum > -kLargest<T> ? sum : -kLargest<T>) : kLargest<T>;
   }
 };
 

@@ -102,7 +102,7 @@ class Members {
       alignas(32) T each[L], nis;
       for (Index i = 0; i < s.O * L; ++i) error_[i] = y[a * s.O + i / L] - means_[a * s.O * L + i];
       for (Index l = 0; l < L; ++l) judge(s, l, c_[a * L + l], nullptr, nis, each[l]);
-      sum += mixed_density(each);
+      sum += mixed_density(weights_, each, L);
     }
     return sum;
   }
@@ -195,8 +195,8 @@ class Members {
     alignas(32) T nis[L], log_density[L], lambda[L], share[L], scale[L], weight[L];
     for (Index i = 0; i < s.O * L; ++i) error_[i] = y[i / L] - means[i];
     for (Index l = 0; l < L; ++l) judge(s, l, c[l], given, nis[l], log_density[l]);
-    const T all = mixed_density(log_density);
-    s.weigh_in(log_density);
+    const T all = mixed_density(weights_, log_density, L);
+    s.weigh_in(log_density, s.O);
     for (Index l = 0; l < L; ++l) {  // the robust step, (8.3)
       const T most = T(kHuber) * T(s.O), noise = given == nullptr ? T(1) : relative_noise(s, l, given);
       weight[l] = nis[l] > most ? most / nis[l] : T(1);
@@ -245,14 +245,6 @@ class Members {
     }
     nis = sum;
     log_density = T(-0.5) * (sum + logs + T(1.8378770664093453) * T(s.O));
-  }
-
-  // log sum_l w_l p_l
-  T mixed_density(const T *log_density) const {
-    T top = log_density[0], sum = T(0);
-    for (Index l = 1; l < L; ++l) top = log_density[l] > top ? log_density[l] : top;
-    for (Index l = 0; l < L; ++l) sum += weights_[l] * exp_negative(log_density[l] - top);
-    return top + log_positive(sum > T(1e-30) ? sum : T(1e-30));
   }
 
   // The noise of this call in units of the member's own, averaged over the outputs.

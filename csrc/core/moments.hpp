@@ -5,6 +5,11 @@
 
 namespace kbt {
 
+// Inputs below this count as zero. Beside the constant input 1 they have no effect, but their products would be
+// denormal, which makes an update up to forty times slower.
+template <class T>
+constexpr T kFlushBelow = sizeof(T) == sizeof(float) ? T(1e-12) : T(1e-100);
+
 // Covariance of a layer's pre-activations or activations over (row a, neuron j). Either dense, or, where different
 // neurons are known to be uncorrelated, only the rows x rows block of each neuron, neurons innermost.
 template <class T>

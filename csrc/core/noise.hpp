@@ -7,8 +7,9 @@
 namespace kbt {
 
 constexpr double kNoiseFloor = 1e-9;  // R_min: no observation is more certain than this
-constexpr int kAdaptStart = 10;       // adaptive noise: weight of the initial R, in samples
-constexpr int kAdaptWindow = 200;     // adaptive noise: memory, in samples
+constexpr int kAdaptStart = 10;       // learned noise: weight of the initial R, in samples
+constexpr int kNoiseMemory = 100;     // learned noise: memory, in samples
+constexpr double kHuber = 16.0;       // NIS per output that a sample counts as at most, (8.3)
 
 // Sums of a few numbers below this stay in the range of T.
 template <class T>
@@ -89,14 +90,20 @@ struct NoiseModel {
     return {scratch, copy(given, size, scratch)};
   }
 
-  // (3.4), into the scratch; expected(i) is the expected squared noise of output i. False if that would leave the
-  // range.
-  template <class Expected>
-  bool adapt(std::uint64_t samples, Expected expected) {
-    constexpr int kGrowing = kAdaptWindow - kAdaptStart;  // a blob may hold any number of samples: no sum before this
-    const T weight = T(1) / T(samples < kGrowing ? static_cast<int>(samples) + kAdaptStart : kAdaptWindow);
+  // The noise of a call times a factor.
+  Noise<T> scaled(const Noise<T> &R, T factor) {
+    for (Index i = 0; i < (R.matrix ? n * n : n); ++i) scratch[i] = R.values[i] * factor;
+    return {scratch, R.matrix};
+  }
+
+  // (8.2), into the scratch; found(i) is the squared noise of output i in this sample, and `age` the number of samples
+  // before it. False if that would leave the range.
+  template <class Found>
+  bool adapt(std::uint64_t age, Found found) {
+    constexpr int kGrowing = kNoiseMemory - kAdaptStart;  // a blob may hold any number of samples: no sum before this
+    const T rate = T(1) / T(age < kGrowing ? static_cast<int>(age) + kAdaptStart : kNoiseMemory);
     for (Index i = 0; i < n; ++i) {
-      const T R = values[i] + (expected(i, values[i]) - values[i]) * weight;
+      const T R = values[i] + (found(i) - values[i]) * rate;
       if (!(R < kLargest<T>)) return false;
       scratch[i] = floored(R);
     }

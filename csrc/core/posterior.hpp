@@ -6,15 +6,9 @@
 
 #include "algebra.hpp"
 #include "kbt.h"
-#include "member_store.hpp"
+#include "settings.hpp"
 
 namespace kbt {
-
-// Whether a head of this configuration has members, as members.hpp has them.
-inline bool has_members(const kbt_config &cfg) {
-  return cfg.drift < 0.0 && cfg.layers == 1 && cfg.output == KBT_GAUSSIAN && cfg.rule == KBT_FUSE &&
-         !(cfg.input_var > 0.0) && cfg.covariance != KBT_DIAGONAL;
-}
 
 // n neurons with m inputs and a bias. A group is a set of neurons whose weights are correlated: all of them (`full`),
 // or each alone (`neuron`). From eight neurons on, those of `neuron` are interleaved: a group is then eight neurons,
@@ -30,35 +24,27 @@ struct Posterior {
   T *d;     // interleaved: groups x M1 x 8; full, neuron: groups x padded(M); diagonal: M1 x stride
   T *u;     // interleaved, full, neuron: groups x u_count; diagonal: none
 
-  bool watchful;  // one layer whose posterior is a MemberStore at `mean`; d and u are not used
-  bool learns_noise, noise_matrix;
-
   void shape(const kbt_config &cfg, Index layer) {
     const int covariance = cfg.covariance;
     n = cfg.widths[layer + 1];
     M1 = cfg.widths[layer] + 1;
     structure = covariance;
-    watchful = has_members(cfg);
-    learns_noise = cfg.noise != KBT_NOISE_CONSTANT;
-    noise_matrix = cfg.noise == KBT_NOISE_FULL;
     interleaved = covariance == KBT_NEURON && n >= kLanes;
     stride = n >= kLanes ? padded(n) : n;
     z_stride = padded(M1);
-    prior_var = static_cast<T>(cfg.prior_var[layer]);
+    const double given = cfg.prior_var[layer];
+    prior_var = static_cast<T>(given > 0.0 ? given : automatic_prior(cfg, static_cast<int>(layer)));
   }
 
   Index members() const { return structure == KBT_FULL ? n : 1; }  // neurons in a group
   Index groups() const { return interleaved ? stride / kLanes : (structure == KBT_FULL ? 1 : n); }
   Index M() const { return members() * M1; }  // weights in a group
   Index width() const { return interleaved ? kLanes : 1; }
-  Index mean_count() const { return watchful ? MemberStore<T>::count(M1, n, noise_matrix) : M1 * stride; }
+  Index mean_count() const { return M1 * stride; }
   Index length() const { return interleaved ? M1 * kLanes : padded(M()); }  // of a vector over the rows of U
-  Index d_count() const {
-    if (watchful) return 0;
-    return structure == KBT_DIAGONAL ? M1 * stride : groups() * length();
-  }
+  Index d_count() const { return structure == KBT_DIAGONAL ? M1 * stride : groups() * length(); }
   Index u_count() const {
-    if (watchful || structure == KBT_DIAGONAL) return 0;
+    if (structure == KBT_DIAGONAL) return 0;
     return groups() * (interleaved ? LaneUD<T>::u_count(M1) : ColumnUD<T>::u_count(M()));
   }
   // Projections F = U^T z of every row, kept from the forward pass for the update; and one spare row.
@@ -69,16 +55,6 @@ struct Posterior {
 
   LaneUD<T> lanes(Index block) const { return {M1, d + block * M1 * kLanes, u + block * LaneUD<T>::u_count(M1)}; }
   ColumnUD<T> column(Index group) const { return {M(), d + group * length(), u + group * ColumnUD<T>::u_count(M())}; }
-  MemberStore<T> store() const {
-    MemberStore<T> store;
-    store.M = M1;
-    store.O = n;
-    store.matrix = noise_matrix;
-    store.learns_noise = learns_noise;
-    store.prior_var = prior_var;
-    store.place(mean);
-    return store;
-  }
   MatrixView<T> means() const { return matrix<T>(mean, M1, stride, stride); }
 
   // Entries of D and U by matrix, for code that reads or writes the state.
@@ -115,19 +91,29 @@ struct Posterior {
     return range;
   }
 
-  void reset_factors() {
+  // f(neuron, D) for every entry of D; of `full`, the neuron is 0.
+  template <class F>
+  void each_factor(F f) const {
+    for (Index g = 0; g < matrices(); ++g) {
+      for (Index p = 0; p < M(); ++p) f(g, D(g, p));
+    }
+  }
+  template <class Prior>
+  void reset_factors(Prior prior) const {
     fill(d, T(0), d_count());
     fill(u, T(0), u_count());
     for (Index g = 0; g < matrices(); ++g) {
-      for (Index p = 0; p < M(); ++p) D(g, p) = prior_var;
+      const T var = prior(g);
+      for (Index p = 0; p < M(); ++p) D(g, p) = var;
     }
   }
-
-  void forget(T forgetting) {  // method.md (5.7)
-    for (Index i = 0; forgetting < T(1) && i < d_count(); ++i) {
-      const T limit = d[i] > prior_var ? d[i] : prior_var, raised = d[i] / forgetting;
-      d[i] = raised < limit ? raised : limit;
-    }
+  void copy(const Posterior &other) const {
+    const auto take = [](T *to, const T *from, Index n) {
+      for (Index i = 0; i < n; ++i) to[i] = from[i];
+    };
+    take(mean, other.mean, mean_count());
+    take(d, other.d, d_count());
+    take(u, other.u, u_count());
   }
 };
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kbt.h"
-#include "member_store.hpp"
+#include "evidence.hpp"
 #include "watch.hpp"
 
 struct kbt_sample;

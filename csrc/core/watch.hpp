@@ -27,7 +27,7 @@ struct kbt_watch {              // all zero: nothing seen yet
 
 namespace kbt {
 
-constexpr int kWindow = 200;       // samples: remembered as long as the learned noise is (kAdaptWindow)
+constexpr int kWindow = 200;       // samples: remembered as long as the learned noise is (kNoiseMemory)
 constexpr int kFastWindow = 50;    // samples
 constexpr float kMostX = 1000.0F;  // larger says no more, and would be remembered for thousands of samples
 

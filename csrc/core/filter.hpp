@@ -1,0 +1,496 @@
+// filter.hpp - one Kalman filter over the weights of all layers: forward pass, measurement, update, in reading order.
+// docs/method.md §1 to §5, and §8 for the noise that it learns.
+#pragma once
+
+#include <utility>
+
+#include "arena.hpp"
+#include "kbt.h"
+#include "layer.hpp"
+#include "measurement.hpp"
+#include "noise.hpp"
+#include "prior.hpp"
+#include "relu.hpp"
+
+namespace kbt {
+
+template <class T>
+class Filter {
+ public:
+  // ---- arena -------------------------------------------------------------------------------------------------------
+
+  // What is learned, then scratch. Without a base only the sizes are computed.
+  void plan_learned(const kbt_config &config, Arena &arena) {
+    cfg_ = &config;
+    for (Index i = 0; i < layers(); ++i) {
+      Posterior<T> &w = layers_[i].w;
+      w.shape(config, i);
+      w.mean = arena.take<T>(w.mean_count());
+      w.u = arena.take<T>(w.u_count());
+      w.d = arena.take<T>(w.d_count());  // right behind U: see project_group
+    }
+    noise_.kind = config.noise;
+    noise_.n = outputs();
+    noise_.values = arena.take<T>(NoiseModel<T>::capacity(config.noise, outputs()));
+  }
+
+  void plan_scratch(Arena &arena) {
+    plan_layers(arena);
+    plan_measurement(arena);
+  }
+
+  // Largest number of elements any single array takes, as a double: an overflow is seen before an integer could wrap.
+  static double largest_array(const kbt_config &cfg) {
+    const double rows = cfg.max_rows, rank = rows * cfg.widths[cfg.layers];
+    double largest = rank * rank;
+    for (int i = 0; i < cfg.layers; ++i) {
+      const double n = cfg.widths[i + 1] + 8.0, m = cfg.widths[i] + 9.0;
+      const double members = cfg.covariance == KBT_FULL ? n : 1.0, M = members * m, group = rows * members;
+      const double sizes[] = {n / members * M * M, n * rows * M * members, (1 + rank) * rows * n, rows * n * rows * n,
+                              rows * m * rows * m, rank * M * 8,           rank * rank * 8,       group * group * 8};
+      for (const double size : sizes) largest = largest < size ? size : largest;
+    }
+    return largest;
+  }
+
+  void start() {
+    for (Index i = 0; i < layers(); ++i) layers_[i].loops.choose();
+    noise_.matrix = false;
+    for (Index i = 0; i < outputs(); ++i) noise_.values[i] = NoiseModel<T>::floored(static_cast<T>(cfg_->noise_var));
+    reset();
+  }
+
+  // Weights zero with the prior's variances.
+  void reset() {
+    rows_ = 0;
+    for (Index i = 0; i < layers(); ++i) fill(layers_[i].w.mean, T(0), layers_[i].w.mean_count());
+    reset_factors(T(1));
+  }
+  // The prior's variances, `relative` times as large in the last layer.
+  void reset_factors(T relative) {
+    for (Index i = 0; i < layers(); ++i) {
+      const T wide = i == layers() - 1 ? relative : T(1);
+      layers_[i].w.reset_factors([&](Index j) { return wide * prior_of(i, j); });
+    }
+  }
+  // What another filter of this configuration has learned.
+  void copy_learned(const Filter &other) {
+    for (Index i = 0; i < layers(); ++i) layers_[i].w.copy(other.layers_[i].w);
+    array(noise_.values, noise_.count()) = array(static_cast<const T *>(other.noise_.values), noise_.count());
+  }
+
+  Index layers() const { return cfg_->layers; }
+  Index inputs() const { return cfg_->widths[0]; }
+  Index outputs() const { return cfg_->widths[cfg_->layers]; }
+  Posterior<T> &weights(Index layer) { return layers_[layer].w; }
+  const Posterior<T> &weights(Index layer) const { return layers_[layer].w; }
+  const NoiseModel<T> &noise() const { return noise_; }
+  NoiseModel<T> &noise() { return noise_; }
+  const T *input(Index row) const { return layers_[0].input(row); }  // h of the latest forward pass
+  // The learned numbers are elsewhere from now on.
+  void move(std::ptrdiff_t by) {
+    for (Index i = 0; i < layers(); ++i) {
+      Posterior<T> &w = layers_[i].w;
+      for (T **piece : {&w.mean, &w.d, &w.u}) *piece += by;
+    }
+    noise_.values += by;
+  }
+
+  // ---- prior -------------------------------------------------------------------------------------------------------
+
+  void set_prior(const T *weight, const T *bias, std::uint64_t seed) {
+    reset();
+    set_prior_means(layers_, layers(), weight, bias, seed);
+  }
+
+  void set_means(const void *const *means) {
+    reset();
+    for (Index i = 0; i < layers(); ++i) {
+      Posterior<T> &w = layers_[i].w;
+      const T *from = static_cast<const T *>(means[i]);
+      for (Index j = 0; j < w.n; ++j) {
+        for (Index p = 0; p < w.M1; ++p) w.mean[p * w.stride + j] = from[j * w.M1 + p];
+      }
+    }
+  }
+
+  // A posterior in units of the noise goes with it.
+  void set_noise(const T *values, Index count) {
+    const bool scales = in_units_of_noise(*cfg_) && !noise_.matrix;
+    if (scales) array(noise_.scratch, outputs()) = array(static_cast<const T *>(noise_.values), outputs());
+    noise_.set(values, count);
+    if (scales && !noise_.matrix) scale_with_noise(noise_.scratch, noise_.values);
+  }
+
+  // ---- predict -----------------------------------------------------------------------------------------------------
+
+  // Moments through every layer, method.md §2. Changes scratch only. Without h: at the input of the pass before the
+  // latest.
+  kbt_status forward(const T *h, Index rows) {
+    std::swap(layers_[0].z, other_z_);
+    if (h != nullptr) set_input(h, rows);
+    return forward_again(rows);
+  }
+  // The same at the input of the latest pass.
+  kbt_status forward_again(Index rows) {
+    rows_ = 0;
+    Cov<T> in = input_cov(cov_[1], rows);
+    bool certain = !(cfg_->input_var > 0.0);
+    if (!certain) fill_input_cov(in);
+    for (Index i = 0; i < layers(); ++i) {
+      Layer<T> &layer = layers_[i];
+      const Cov<T> out{cov_[i % 2], dense_output(i), rows, layer.w.n, layer.w.stride};
+      const bool last = i == layers() - 1;
+      layer.mean_forward(rows, u_);
+      fill(out.data, T(0), out.count() + kLanes);
+      if (!certain) layer.input_cov_forward(in, out, work_);
+      if (last && noise_known()) keep_other_cov(out);
+      layer.weight_cov_forward(out, work_);
+      if (!all_finite(u_, rows * layer.w.stride) || !all_finite(out.data, out.count())) return KBT_E_RANGE;
+      keep_variances(out, variances_[i]);
+      if (last && !outputs_in_range(rows)) return KBT_E_RANGE;
+      if (!last) {
+        const Layer<T> &next = layers_[i + 1];
+        relu_[i].forward(layer.loops, u_, out, cfg_->relu_order, next.z, next.w.z_stride, series_);
+      }
+      in = out;
+      certain = false;
+    }
+    measurement_.rows = rows;
+    measurement_.n = outputs();
+    measurement_.predict(u_, layers_[layers() - 1].w.stride, in.data, *cfg_);
+    rows_ = rows;
+    return KBT_OK;
+  }
+
+  // Results of the latest forward pass. cov and total_var may be null. Where nearly equal variances cancel, as those of
+  // two classes do that move together, rounding error is left and can be negative: it counts as zero, and so do its
+  // covariances. The noise can be the largest number there is, so the total saturates.
+  void read_prediction(T *mean, T *cov, T *total_var) {
+    const Index K = rows_ * outputs();
+    for (Index i = 0; i < K; ++i) mean[i] = measurement_.mean[i];
+    if (cov == nullptr && total_var == nullptr) return;
+    const T *epistemic = output_cov();
+    const bool of_labels = matches_moments(*cfg_);  // then the noise is all of the variance
+    if (softmax_output() && (cov != nullptr || !of_labels)) {
+      measurement_.softmax_cov(epistemic, measurement_.L, measurement_.X);
+      epistemic = measurement_.L;
+    }
+    const auto known = [&](Index i) { return epistemic[i * K + i] > T(0); };
+    for (Index i = 0; i < K; ++i) {
+      const T *row = epistemic + i * K;
+      for (Index k = 0; cov != nullptr && k < K; ++k) cov[i * K + k] = known(i) && known(k) ? row[k] : T(0);
+      if (total_var == nullptr) continue;
+      const T total = (!of_labels && known(i) ? row[i] : T(0)) + observation_noise(i);
+      total_var[i] = is_finite(total) ? total : std::numeric_limits<T>::max();
+    }
+  }
+  // ---- update ------------------------------------------------------------------------------------------------------
+
+  // Judges y (rows x d_o) at the rows of the latest forward pass, and prepares the step. Changes scratch only: every
+  // check of a call comes before its first change. `age` is how many samples the noise was learned from.
+  kbt_status judge(const T *y, const T *given, Index given_count, std::uint64_t age) {
+    const Index rank = rows_ * outputs(), last = layers() - 1;
+    Adjoint<T> adjoints[KBT_MAX_LAYERS];
+    set_adjoints(adjoints);
+    const Adjoint<T> &top = adjoints[last];
+    const Noise<T> R = noise_.of_call(given, given_count);
+    measure(y, R, top);
+    nis_ = measurement_.nis;
+    log_likelihood_ = measurement_.log_likelihood;
+    if (measurement_.floored < 0) return KBT_E_RANGE;
+    if (!is_finite(nis_) || !is_finite(log_likelihood_)) return KBT_E_RANGE;
+    weight_ = T(1);
+    if (robust() && nis_ > T(kHuber) * T(rank)) {  // (8.3)
+      weight_ = T(kHuber) * T(rank) / nis_;
+      measure(y, noise_.scaled(R, T(1) / weight_), top);
+      if (measurement_.floored < 0 || !is_finite(measurement_.nis)) return KBT_E_RANGE;
+    }
+    for (Index i = last; i > 0; --i) layers_[i].adjoint_backward(adjoints[i], adjoints[i - 1], relu_[i - 1].gates);
+    for (Index i = 0; i <= last; ++i) {
+      if (!steps_in_range(i, adjoints[i])) return KBT_E_RANGE;
+    }
+    adapts_ = learns_noise() && given == nullptr;
+    if (adapts_ && !noise_.adapt(age, [&](Index i) { return squared_noise(y, i); })) return KBT_E_RANGE;
+    return KBT_OK;
+  }
+  T nis() const { return nis_; }  // of the latest judge, before any robust step
+  T log_likelihood() const { return log_likelihood_; }
+  const T *probabilities() const { return measurement_.mean; }
+
+  // Takes the step that judge has prepared. `drift` is how far outputs move per sample: a variance, in units of the
+  // noise. Returns how many factors were floored.
+  int learn(T drift) {
+    Adjoint<T> adjoints[KBT_MAX_LAYERS];
+    set_adjoints(adjoints);
+    const Index rank = rows_ * outputs(), last = layers() - 1;
+    int floored = measurement_.floored;
+    if (noise_known() && has_other_cov())
+      measurement_.add_other_cov(other_cov_, adjoints[last], other_cov_ + rank * rank);
+    for (Index i = 0; i <= last; ++i) floored += layers_[i].update(adjoints[i], work_);
+    if (adapts_) take_noise();
+    for (Index i = 0; i <= last; ++i) let_go(i, drift);
+    return floored;
+  }
+
+ private:
+  // ---- arena, continued --------------------------------------------------------------------------------------------
+
+  struct Piece {  // of the arena: where its address goes, and how many numbers it has
+    T **at;
+    Index count;
+  };
+  template <std::size_t n>
+  static void take(Arena &arena, const Piece (&pieces)[n]) {
+    for (const Piece &piece : pieces) *piece.at = arena.take<T>(piece.count);
+  }
+
+  void plan_layers(Arena &arena) {
+    const Index rows = cfg_->max_rows, rank = rows * outputs();
+    for (Index i = 0; i < layers(); ++i) {
+      Layer<T> &layer = layers_[i];
+      const Posterior<T> &w = layer.w;
+      take(arena, {{&layer.z, rows * w.z_stride},
+                   {&layer.F, w.projection_count(rows)},
+                   {&layer.weight_var, cfg_->covariance == KBT_DIAGONAL ? 0 : rows * rows * w.stride},
+                   {&relu_[i].gates, rows * w.stride},
+                   {&variances_[i], rows * w.stride},
+                   {&adjoint_[i], (1 + rank) * rows * w.stride}});
+    }
+    Index cov[2] = {0, input_cov(nullptr, rows).count()}, u = 0, series = 0;
+    WorkSizes sizes{};
+    const auto at_least = [](Index &x, Index y) { x = x < y ? y : x; };
+    for (Index i = 0; i < layers(); ++i) {
+      const Posterior<T> &w = layers_[i].w;
+      at_least(cov[i % 2], Cov<T>::count(dense_output(i), rows, w.n, w.stride));
+      at_least(u, rows * w.stride);
+      at_least(series, Relu<T>::series_count(rows, w.stride, cfg_->relu_order));
+      sizes.grow_to(WorkSizes::of(w, rows, rank, fuse(), i == layers() - 1 && separate_last_layer()));
+    }
+    take(arena, {{&other_z_, rows * layers_[0].w.z_stride},
+                 {&noise_.scratch, NoiseModel<T>::capacity(cfg_->noise, outputs())},
+                 {&cov_[0], cov[0] + kLanes},  // zeros behind it: see input_group
+                 {&cov_[1], cov[1] + kLanes},
+                 {&u_, u},
+                 {&series_, series},
+                 {&work_.vector, sizes.vector},
+                 {&work_.inner, sizes.inner},
+                 {&work_.step, sizes.step},
+                 {&work_.H, sizes.H},
+                 {&work_.Q, sizes.Q},
+                 {&work_.B, sizes.B},
+                 {&work_.O, sizes.O}});
+  }
+
+  void plan_measurement(Arena &arena) {
+    const Index rows = cfg_->max_rows, rank = rows * outputs();
+    const Index square = Measurement<T>::square_count(rows, outputs());
+    take(arena, {{&measurement_.mean, rank},
+                 {&measurement_.p, softmax_output() ? rank : 0},
+                 {&measurement_.map, softmax_output() ? rank * outputs() : 0},
+                 {&measurement_.innovation, rank},
+                 {&measurement_.L, square},
+                 {&measurement_.X, square},
+                 {&measurement_.N, !fuse() || noise_known() ? square : 0},
+                 {&measurement_.vectors, fuse() ? 0 : square},
+                 {&measurement_.signs, rank},
+                 {&measurement_.kappa, moment_softmax(*cfg_) ? rank : 0},
+                 {&measurement_.scale, moment_softmax(*cfg_) ? rows : 0},
+                 {&other_cov_, noise_known() ? square + 2 * rank : 0}});
+  }
+
+  // ---- what the configuration implies ------------------------------------------------------------------------------
+
+  bool fuse() const { return cfg_->rule == KBT_FUSE; }
+  bool softmax_output() const { return cfg_->output == KBT_SOFTMAX; }
+  bool learns_noise() const { return cfg_->noise == KBT_NOISE_ADAPTIVE; }
+  bool robust() const { return !softmax_output() && fuse() && (learns_noise() || cfg_->drift < 0.0); }
+
+  // Neurons of a layer are correlated when their weights are (`full`), or through a shared uncertain input. The last
+  // layer's covariance is kept dense, for the measurement.
+  bool dense_output(Index i) const {
+    return i == layers() - 1 || cfg_->covariance == KBT_FULL || i > 0 || cfg_->input_var > 0.0;
+  }
+  // All weights of the last layer are in one group, so its measurement noise is known without cancellation.
+  bool whole_last_layer() const {
+    return cfg_->covariance == KBT_FULL || (cfg_->covariance == KBT_NEURON && outputs() == 1);
+  }
+  // The same for independent neurons, each with the others as part of its noise. Worth its time where the noise can be
+  // small beside the variances, which is the gaussian case.
+  bool separate_last_layer() const {
+    return cfg_->covariance == KBT_NEURON && outputs() > 1 && fuse() && cfg_->output == KBT_GAUSSIAN;
+  }
+  bool noise_known() const { return whole_last_layer() || separate_last_layer(); }
+  bool has_other_cov() const { return layers() > 1 || cfg_->input_var > 0.0 || !fuse(); }
+
+  // ---- forward, in parts -------------------------------------------------------------------------------------------
+
+  void set_input(const T *h, Index rows) {
+    for (Index a = 0; a < rows; ++a) {
+      T *z = layers_[0].z + a * layers_[0].w.z_stride;
+      for (Index p = 0; p < inputs(); ++p) {
+        const T x = h[a * inputs() + p];
+        z[p] = std::fabs(x) < kFlushBelow<T> ? T(0) : x;
+      }
+      z[inputs()] = T(1);
+    }
+  }
+  Cov<T> input_cov(T *data, Index rows) const {
+    return Cov<T>{data, cfg_->covariance == KBT_FULL, rows, inputs(), inputs()};
+  }
+  void fill_input_cov(const Cov<T> &in) const {
+    fill(in.data, T(0), in.count() + kLanes);
+    for (Index a = 0; a < in.rows; ++a) {
+      for (Index p = 0; p < in.n; ++p) in.same(a, a, p) = static_cast<T>(cfg_->input_var);
+    }
+  }
+  // The part of the output covariance that the last layer's weights do not cause.
+  void keep_other_cov(const Cov<T> &out) {
+    const Index K = out.rows * outputs();
+    for (Index k = 0; k < K * K; ++k) other_cov_[k] = out.data[k];
+    for (Index k = 0; !fuse() && k < K; ++k) other_cov_[k * K + k] += T(kNoiseFloor);
+  }
+  static void keep_variances(const Cov<T> &out, T *variances) {
+    for (Index a = 0; a < out.rows; ++a, variances += out.stride) {
+      if (out.dense) {
+        for (Index j = 0; j < out.n; ++j) variances[j] = out.same(a, a, j);
+      } else {
+        std::memcpy(variances, &out.same(a, a, 0), static_cast<std::size_t>(out.stride) * sizeof(T));
+      }
+    }
+  }
+  // Variances of the outputs are still to be multiplied by derivatives of the softmax and added to the noise.
+  bool outputs_in_range(Index rows) const {
+    const Index stride = layers_[layers() - 1].w.stride;
+    for (Index a = 0; a < rows; ++a) {
+      for (Index j = 0; j < outputs(); ++j) {
+        if (!(variances_[layers() - 1][a * stride + j] < kLargest<T>)) return false;
+      }
+    }
+    return true;
+  }
+
+  const T *output_cov() const { return cov_[(layers() - 1) % 2]; }
+  T observation_noise(Index i) const {  // (3.6)
+    if (!fuse()) return T(0);
+    const Index o = i % outputs();
+    if (cfg_->noise == KBT_NOISE_MULTINOMIAL) {
+      return measurement_.p[i] * complement(measurement_.p + (i - o), outputs(), o);
+    }
+    return noise_.variance(o);
+  }
+
+  // ---- update, in parts --------------------------------------------------------------------------------------------
+
+  void set_adjoints(Adjoint<T> *adjoints) const {
+    const Index rank = only_variances(*cfg_, rows_) ? 1 : rows_ * outputs();
+    const T *rho = fuse() ? measurement_.innovation : nullptr;  // whitened by then
+    for (Index i = 0; i < layers(); ++i) {
+      const T *N = i == layers() - 1 && noise_known() ? measurement_.N : nullptr;
+      adjoints[i] = Adjoint<T>{adjoint_[i], measurement_.signs, rho, N, rank, rows_, layers_[i].w.stride};
+    }
+  }
+  void measure(const T *y, const Noise<T> &R, const Adjoint<T> &top) {
+    fill(top.data, T(0), top.count());
+    if (fuse()) {
+      measurement_.fuse(output_cov(), y, R, cfg_->output, cfg_->noise, noise_known(), top);
+    } else {
+      measurement_.replace(output_cov(), y, R, top);
+    }
+  }
+  // A weight moves by at most sqrt(S_pp) sqrt(Var u) |r|. Rejects what could leave the range of T.
+  bool steps_in_range(Index i, const Adjoint<T> &adj) const {
+    if (!all_finite(adj.data, adj.count())) return false;
+    return weighted_dot(adj.r(0), variances_[i], adj.r(0), adj.rows * adj.stride) < kLargest<T> &&
+           (fuse() || growth_in_range(i, adj));
+  }
+  // Growth along b multiplies a variance by at most 1 + Var(b^T u); that of a weight is a sum of U^2 D, and the factors
+  // of a step stay below the growth divided by the smallest D.
+  bool growth_in_range(Index i, const Adjoint<T> &adj) const {
+    const Posterior<T> &w = layers_[i].w;
+    const Index count = adj.rows * adj.stride;
+    T growth = T(1);
+    for (Index k = 0; k < adj.rank; ++k) {
+      if (adj.signs[k] < T(0)) growth *= T(1) + T(count) * weighted_dot(adj.B(k, 0), variances_[i], adj.B(k, 0), count);
+    }
+    if (growth == T(1)) return true;
+    const typename Posterior<T>::Range D = w.range_of_D();
+    const T steepest = largest_magnitude(w.u, w.u_count(), T(1));
+    return growth * D.largest * steepest * steepest < kLargest<T> && growth < D.smallest * kLargest<T>;
+  }
+
+  // (8.2): v e^2 / (1 + c) with c the variance of output i in units of its noise, averaged over rows.
+  T squared_noise(const T *y, Index i) const {
+    const Index n = outputs(), stride = layers_[layers() - 1].w.stride;
+    const T R = noise_.values[i];
+    T sum = T(0);
+    for (Index a = 0; a < rows_; ++a) {
+      const T e = y[a * n + i] - measurement_.mean[a * n + i];
+      const T var = variances_[layers() - 1][a * stride + i];
+      sum += weight_ * (e / (R + (var > T(0) ? var : T(0))) * e) * R;
+    }
+    return sum / T(rows_);
+  }
+  // Outputs have their own neurons in the last layer, and share the layers below.
+  bool has_own_noise(Index layer) const { return layer == layers() - 1 && cfg_->covariance != KBT_FULL; }
+  T mean_noise() const {
+    T sum = T(0);
+    for (Index o = 0; o < outputs(); ++o) sum += noise_.variance(o);
+    return sum / T(outputs());
+  }
+  // Variance of the weights of neuron j before any data.
+  T prior_of(Index layer, Index j) const {
+    const T prior = layers_[layer].w.prior_var;
+    if (!in_units_of_noise(*cfg_)) return prior;
+    return prior * (has_own_noise(layer) ? noise_.variance(j) : mean_noise());
+  }
+  // Where the noise of an output grows by a ratio, D does.
+  void scale_with_noise(const T *before, const T *after) {
+    T mean = T(0);
+    for (Index i = 0; i < outputs(); ++i) mean += after[i] / before[i];
+    mean /= T(outputs());
+    for (Index i = 0; i < layers(); ++i) {
+      const bool own = has_own_noise(i);
+      layers_[i].w.each_factor([&](Index j, T &D) { D *= own ? after[j] / before[j] : mean; });
+    }
+  }
+  void take_noise() {
+    scale_with_noise(noise_.values, noise_.scratch);
+    noise_.take_adapted();
+  }
+  // (5.7), and (9.3) with a walk that moves outputs at the latest input by `drift` times the noise per sample. Neither
+  // raises D above the prior.
+  void let_go(Index i, T drift) {
+    const T forgetting = static_cast<T>(cfg_->forgetting);
+    if (!(forgetting < T(1)) && !(drift > T(0))) return;
+    T size = T(0);
+    for (Index a = 0; a < rows_; ++a) size += dot(layers_[i].input(a), layers_[i].input(a), layers_[i].w.M1);
+    const T noise = softmax_output() ? T(1) : mean_noise(), step = size > T(0) ? drift * noise * (T(rows_) / size) : T(0);
+    Index neuron = -1;
+    T prior = T(0);
+    layers_[i].w.each_factor([&](Index j, T &D) {
+      if (j != neuron) prior = prior_of(i, neuron = j);
+      const T limit = D > prior ? D : prior, raised = D / forgetting + step;
+      D = raised < limit ? raised : limit;
+    });
+  }
+
+  const kbt_config *cfg_;
+  Layer<T> layers_[KBT_MAX_LAYERS];
+  Relu<T> relu_[KBT_MAX_LAYERS];
+  T *variances_[KBT_MAX_LAYERS];  // Var u before the ReLU, rows x stride
+  T *adjoint_[KBT_MAX_LAYERS];    // (1 + rank) x rows x stride
+  T *cov_[2];                     // covariance in and out of a layer, in turns
+  T *other_z_;                    // z of the first layer, of the forward pass before the latest
+  T *u_;                          // means of a layer's pre-activations, rows x stride
+  T *series_;
+  T *other_cov_;  // part of the output covariance that the last layer's weights do not cause, and scratch
+  NoiseModel<T> noise_;
+  Work<T> work_;
+  Measurement<T> measurement_;
+  Index rows_;  // of the latest forward pass
+  T nis_, log_likelihood_, weight_;
+  bool adapts_;
+};
+
+}  // namespace kbt

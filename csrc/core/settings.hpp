@@ -1,0 +1,39 @@
+// settings.hpp - what a configuration implies: which kind of head it is, and the prior where none is given.
+#pragma once
+
+#include "kbt.h"
+
+namespace kbt {
+
+// A watchful head of one linear layer: members.hpp.
+inline bool has_members(const kbt_config &cfg) {
+  return cfg.drift < 0.0 && cfg.layers == 1 && cfg.output == KBT_GAUSSIAN && cfg.rule == KBT_FUSE &&
+         !(cfg.input_var > 0.0) && cfg.covariance != KBT_DIAGONAL;
+}
+// Any other watchful head: bank.hpp.
+inline bool has_bank(const kbt_config &cfg) {
+  return cfg.drift < 0.0 && !has_members(cfg);
+}
+
+// Whether the posterior of a filter is held in units of the noise, method.md §8. That of members always is.
+inline bool in_units_of_noise(const kbt_config &cfg) {
+  return cfg.output == KBT_GAUSSIAN && (cfg.noise == KBT_NOISE_ADAPTIVE || cfg.drift < 0.0);
+}
+
+// Variances of weights before any data, where none is given. In units of the noise, the last layer's is for inputs with
+// |z|^2 equal to their number, and a bank follows the size that it finds. A few units settle a softmax: the variance of
+// a logit, about d times that of a weight, stays below 16. Copies of h in hidden layers must stay below the signal.
+constexpr double kReadoutVar = 10.0, kCopiesVar = 1e-6, kClassVar = 1.0, kLogitVar = 16.0;
+constexpr double kWide = 2e4;          // variance of an output before any data, in units of the noise
+constexpr double kHiddenWide = 160.0;  // the same with hidden layers
+constexpr double kHiddenVar = 1.0;     // of a weight of a hidden layer, in units of the noise
+
+inline double automatic_prior(const kbt_config &cfg, int layer) {
+  const bool last = layer == cfg.layers - 1;
+  const double M = cfg.widths[0] + 1.0, logits = kLogitVar / cfg.widths[0];
+  if (cfg.output == KBT_SOFTMAX) return !last ? kCopiesVar : logits < kClassVar ? logits : kClassVar;
+  if (!in_units_of_noise(cfg)) return last ? kReadoutVar : kCopiesVar;
+  return !last ? kHiddenVar : (cfg.layers > 1 ? kHiddenWide : kWide) / M;
+}
+
+}  // namespace kbt
