@@ -1,4 +1,4 @@
-// bank.hpp - a head as one filter, or as three that are weighed by what each of them predicted: the watchful head with
+// bank.hpp - a head as one filter, or as four that are weighed by what each of them predicted: the watchful head with
 // hidden layers or a softmax. method.md §9
 #pragma once
 
@@ -7,14 +7,12 @@
 
 namespace kbt {
 
-constexpr double kBankDrift = 5e-3;   // variance that a walk gives outputs per sample, in units of the noise
-constexpr double kLogitDrift = 1e-2;  // the same of logits
 constexpr double kSurpriseNats = 4.0;  // of a row of a softmax: the fresh filter begins
 
 template <class T>
 class Bank {
  public:
-  static constexpr Index kRegular = 2, kDrifts = 1, kFresh = 2, kMost = 3;  // still, drifts, fresh
+  static constexpr Index kRegular = kRegularFilters, kDrifts = 2, kFresh = 3, kMost = kMostFilters;
   using Weights = Evidence<T, kRegular>;
 
   struct Judged {  // y under the mixture, before it is learned
@@ -26,7 +24,7 @@ class Bank {
   void plan_learned(const kbt_config &cfg, Arena &arena) {
     cfg_ = &cfg;
     count_ = has_bank(cfg) ? kMost : 1;
-    for (Index k = 0; k < count_; ++k) filters_[k].plan_learned(cfg, arena);
+    for (Index k = 0; k < count_; ++k) filters_[k].plan_learned(cfg, static_cast<int>(k), arena);
     if (several()) place(arena.take<T>(extra_count()));
   }
   void plan_scratch(Arena &arena) {
@@ -154,14 +152,14 @@ class Bank {
   // Takes the steps. Returns how many factors were floored; `event` says whether the plant has changed.
   int learn(const Judged &judged, MemberEvent &event) {
     event = {KBT_NO_CHANGE, 0, 0.0};
-    if (!several()) return filters_[0].learn(static_cast<T>(cfg_->drift));
+    if (!several()) return filters_[0].learn();
     const bool softmax = cfg_->output == KBT_SOFTMAX;
     log_density_[kFresh + 1] = log_density_[kFresh];  // there is no member for the plant as it was before
     evidence_.note_size(input_size());
     evidence_.weigh_in(log_density_, softmax ? rows_ : rows_ * outputs());
     int floored = 0;
     for (Index k = 0; k < kMost; ++k) {
-      floored += filters_[k].learn(k == kDrifts ? T(softmax ? kLogitDrift : kBankDrift) : T(0));
+      floored += filters_[k].learn();
       if (ages_[k] < T(kSizeMemory)) ages_[k] += T(1);
     }
     const bool surprised = softmax ? judged.log_density < T(-kSurpriseNats) * T(rows_)

@@ -20,8 +20,9 @@ class Filter {
   // ---- arena -------------------------------------------------------------------------------------------------------
 
   // What is learned, then scratch. Without a base only the sizes are computed.
-  void plan_learned(const kbt_config &config, Arena &arena) {
+  void plan_learned(const kbt_config &config, int which, Arena &arena) {
     cfg_ = &config;
+    kind_ = filter_kind(config, which);
     for (Index i = 0; i < layers(); ++i) {
       Posterior<T> &w = layers_[i].w;
       w.shape(config, i);
@@ -73,10 +74,13 @@ class Filter {
       layers_[i].w.reset_factors([&](Index j) { return wide * prior_of(i, j); });
     }
   }
-  // What another filter of this configuration has learned.
+  // Goes on from what a filter has learned that differs in its prior.
   void copy_learned(const Filter &other) {
     for (Index i = 0; i < layers(); ++i) layers_[i].w.copy(other.layers_[i].w);
     array(noise_.values, noise_.count()) = array(static_cast<const T *>(other.noise_.values), noise_.count());
+    for (Index i = 0; kind_.hidden != other.kind_.hidden && i < layers() - 1; ++i) {
+      layers_[i].w.reset_factors([&](Index j) { return prior_of(i, j); });
+    }
   }
 
   Index layers() const { return cfg_->layers; }
@@ -218,9 +222,8 @@ class Filter {
   T log_likelihood() const { return log_likelihood_; }
   const T *probabilities() const { return measurement_.mean; }
 
-  // Takes the step that judge has prepared. `drift` is how far outputs move per sample: a variance, in units of the
-  // noise. Returns how many factors were floored.
-  int learn(T drift) {
+  // Takes the step that judge has prepared. Returns how many factors were floored.
+  int learn() {
     Adjoint<T> adjoints[KBT_MAX_LAYERS];
     set_adjoints(adjoints);
     const Index rank = rows_ * outputs(), last = layers() - 1;
@@ -229,7 +232,7 @@ class Filter {
       measurement_.add_other_cov(other_cov_, adjoints[last], other_cov_ + rank * rank);
     for (Index i = 0; i <= last; ++i) floored += layers_[i].update(adjoints[i], work_);
     if (adapts_) take_noise();
-    for (Index i = 0; i <= last; ++i) let_go(i, drift);
+    for (Index i = 0; i <= last; ++i) let_go(i);
     return floored;
   }
 
@@ -440,7 +443,7 @@ class Filter {
   }
   // Variance of the weights of neuron j before any data.
   T prior_of(Index layer, Index j) const {
-    const T prior = layers_[layer].w.prior_var;
+    const T prior = layers_[layer].w.prior_var * static_cast<T>(layer == layers() - 1 ? kind_.last : kind_.hidden);
     if (!in_units_of_noise(*cfg_)) return prior;
     return prior * (has_own_noise(layer) ? noise_.variance(j) : mean_noise());
   }
@@ -458,10 +461,9 @@ class Filter {
     scale_with_noise(noise_.values, noise_.scratch);
     noise_.take_adapted();
   }
-  // (5.7), and (9.3) with a walk that moves outputs at the latest input by `drift` times the noise per sample. Neither
-  // raises D above the prior.
-  void let_go(Index i, T drift) {
-    const T forgetting = static_cast<T>(cfg_->forgetting);
+  // (5.7), and (9.3) with a walk that moves outputs at the latest input. Neither raises D above the prior.
+  void let_go(Index i) {
+    const T forgetting = static_cast<T>(cfg_->forgetting), drift = static_cast<T>(kind_.walk);
     if (!(forgetting < T(1)) && !(drift > T(0))) return;
     T size = T(0);
     for (Index a = 0; a < rows_; ++a) size += dot(layers_[i].input(a), layers_[i].input(a), layers_[i].w.M1);
@@ -476,6 +478,7 @@ class Filter {
   }
 
   const kbt_config *cfg_;
+  FilterKind kind_;
   Layer<T> layers_[KBT_MAX_LAYERS];
   Relu<T> relu_[KBT_MAX_LAYERS];
   T *variances_[KBT_MAX_LAYERS];  // Var u before the ReLU, rows x stride

@@ -189,7 +189,7 @@ class Head : public kbt_head {
       for (int i = 0; i < KBT_MEMBERS; ++i) weight[i] = static_cast<double>(w[i]);
     } else if (watchful()) {
       bank_.weights(w);
-      weight[KBT_STILL] = static_cast<double>(w[0]);
+      weight[KBT_STILL] = static_cast<double>(w[0] + w[1]);
       weight[KBT_DRIFTS] = static_cast<double>(w[Bank<T>::kDrifts]);
       weight[KBT_HAS_CHANGED] = static_cast<double>(w[Bank<T>::kFresh]);
     }

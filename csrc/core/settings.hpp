@@ -25,15 +25,33 @@ inline bool in_units_of_noise(const kbt_config &cfg) {
 // a logit, about d times that of a weight, stays below 16. Copies of h in hidden layers must stay below the signal.
 constexpr double kReadoutVar = 10.0, kCopiesVar = 1e-6, kClassVar = 1.0, kLogitVar = 16.0;
 constexpr double kWide = 2e4;          // variance of an output before any data, in units of the noise
-constexpr double kHiddenWide = 160.0;  // the same with hidden layers
-constexpr double kHiddenVar = 1.0;     // of a weight of a hidden layer, in units of the noise
+constexpr double kRatioOfCopies = 1e-4;  // of a weight of a hidden layer, in units of the noise
 
 inline double automatic_prior(const kbt_config &cfg, int layer) {
   const bool last = layer == cfg.layers - 1;
   const double M = cfg.widths[0] + 1.0, logits = kLogitVar / cfg.widths[0];
   if (cfg.output == KBT_SOFTMAX) return !last ? kCopiesVar : logits < kClassVar ? logits : kClassVar;
   if (!in_units_of_noise(cfg)) return last ? kReadoutVar : kCopiesVar;
-  return !last ? kHiddenVar : (cfg.layers > 1 ? kHiddenWide : kWide) / M;
+  return last ? kWide / M : kRatioOfCopies;
+}
+
+// What the filters of a bank think of the plant: the prior, relative to the automatic one, and a random walk, as the
+// variance that it gives outputs per sample (in units of the noise; of a softmax, that of logits).
+struct FilterKind {
+  double hidden, last, walk;
+};
+// still and as linear as before; still, with another prior; drifts; has changed
+constexpr FilterKind kGaussianFilters[] = {{1.0, 1.0, 0.0}, {5e3, 1e-2, 0.0}, {5e3, 1e-2, 5e-3}, {1.0, 1.0, 0.0}};
+constexpr FilterKind kSoftmaxFilters[] = {{1.0, 1.0, 0.0}, {1e4, 0.1, 0.0}, {1.0, 1.0, 1e-2}, {1.0, 1.0, 0.0}};
+constexpr int kRegularFilters = 3, kMostFilters = 4;
+
+inline FilterKind filter_kind(const kbt_config &cfg, int filter) {
+  FilterKind kind = cfg.output == KBT_SOFTMAX ? kSoftmaxFilters[filter] : kGaussianFilters[filter];
+  if (!has_bank(cfg)) return {1.0, 1.0, cfg.drift};
+  for (int i = 0; i < cfg.layers; ++i) {
+    if (cfg.prior_var[i] > 0.0) kind.hidden = kind.last = 1.0;  // a prior that is given is that of all
+  }
+  return kind;
 }
 
 }  // namespace kbt
