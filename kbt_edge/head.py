@@ -51,18 +51,17 @@ class Head:
 
     weight, bias     the readout to replace: (d_o, d) and (d_o,) or None
     hidden           widths of the hidden layers, each at least 2 d; () keeps a single linear layer
-    drift            how the plant moves. "auto": a watchful head, eight regressions weighed by what each predicted. It
-                     finds out whether the plant stands still, drifts or has changed. Only for one linear layer with
-                     output "gaussian", rule "fuse", and covariance "neuron" or "full"; other heads are one filter, and
-                     so is one with a noise matrix or an input_var. 0.0: one filter of a plant that stands still, which
-                     for one linear layer is exact Bayesian regression
+    drift            how the plant moves. "auto": a watchful head, several filters weighed by what each predicted. It
+                     finds out whether the plant stands still, drifts or has changed. Not for rule "replace", nor for
+                     one linear layer with a noise matrix: they are one filter. 0.0: one filter of a plant that stands
+                     still, which for one linear layer is exact Bayesian regression. q > 0: one filter of a plant whose
+                     outputs move by a variance of q per sample, in units of the noise
     prior_var        variance of the weights before any data, one number or one per layer; None: automatic. For a
-                     watchful head it is a ratio to the noise variance, and None follows the scale of h. For one filter
-                     None is 10 in the last layer (before a softmax 1, or 16/d where that is less), 1e-6 below. These
-                     suit h and outputs of order one; see docs/study.md
+                     watchful head, and where the noise is learned, it is a ratio to the noise variance. None follows
+                     the scale of h in watchful heads; for one filter it suits h of order one
     noise_var        variance of the observation noise: a number, one per output, or a matrix; None: learn it
     noise            "constant"; "adaptive" learns noise_var (gaussian); "full" learns a matrix, for outputs whose noise
-                     is correlated (watchful heads); "multinomial" has no variance (softmax).
+                     is correlated (watchful, one linear layer); "multinomial" has no variance (softmax).
                      None: constant if noise_var is given, else adaptive starting at 1e-2, or multinomial
     output           "gaussian" for regression and control, "softmax" for classes and tokens
     covariance       what is kept of the posterior: "full" per layer, "neuron" blocks, or "diagonal"
@@ -83,13 +82,14 @@ class Head:
 
     What a watchful head assumes (method.md §9):
 
-    - Targets are linear in h, up to a readout that changes. Otherwise use ``hidden``.
+    - Without ``hidden``, targets are linear in h, with a readout that may change.
     - Noise is roughly gaussian, with outliers, and the same for a while. If it is strongly correlated, it is followed
       as an offset.
     - Changes last longer than 120 samples. Shorter ones are followed, but not reported.
     - Inputs excite what is to be learned, and have no huge outliers.
     - Targets are measured, not produced by the head itself.
     - All outputs change together. Otherwise use one head per output.
+    - It takes eight filters for one linear layer, computed side by side, and four for any other head.
     """
 
     __slots__ = ("_core",)

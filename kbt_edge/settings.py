@@ -138,7 +138,7 @@ def make_config(widths: list[int], settings: HeadSettings) -> tuple[_core.Config
     noise_var = _NOISE_VAR if given["noise_var"] is None else given["noise_var"]
     _check(config, given)
     variances = noise_array("noise_var", noise_var, config)
-    if drift == "auto" and variances.ndim == 2:  # members know variances only
+    if drift == "auto" and variances.ndim == 2 and layers == 1:  # members know variances only
         config.drift = 0.0
     config.noise_var = float(variances.flat[0]) if variances.size == 1 else 0.0
     _check(config, given)

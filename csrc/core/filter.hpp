@@ -374,7 +374,7 @@ class Filter {
   }
 
   const T *output_cov() const { return cov_[(layers() - 1) % 2]; }
-  T observation_noise(Index i) const {  // (3.6)
+  T observation_noise(Index i) const {  // (3.5)
     if (!fuse()) return T(0);
     const Index o = i % outputs();
     if (cfg_->noise == KBT_NOISE_MULTINOMIAL) {
@@ -463,7 +463,8 @@ class Filter {
   }
   // (5.7), and (9.3) with a walk that moves outputs at the latest input. Neither raises D above the prior.
   void let_go(Index i) {
-    const T forgetting = static_cast<T>(cfg_->forgetting), drift = static_cast<T>(kind_.walk);
+    const T forgetting = has_bank(*cfg_) ? T(1) : static_cast<T>(cfg_->forgetting);
+    const T drift = static_cast<T>(kind_.walk);
     if (!(forgetting < T(1)) && !(drift > T(0))) return;
     T size = T(0);
     for (Index a = 0; a < rows_; ++a) size += dot(layers_[i].input(a), layers_[i].input(a), layers_[i].w.M1);

@@ -65,7 +65,7 @@ enum { KBT_GAUSSIAN = 0, KBT_SOFTMAX = 1 };                                     
 enum { KBT_FULL = 0, KBT_NEURON = 1, KBT_DIAGONAL = 2 };                                                /* covariance */
 enum { KBT_FUSE = 0, KBT_REPLACE = 1 };                                                                 /* rule */
 enum { KBT_NOISE_CONSTANT = 0, KBT_NOISE_ADAPTIVE = 1, KBT_NOISE_MULTINOMIAL = 2, KBT_NOISE_FULL = 3 }; /* noise */
-#define KBT_DRIFT_AUTO (-1.0) /* drift: several members, weighed by what each of them predicted */
+#define KBT_DRIFT_AUTO (-1.0) /* drift: several filters, weighed by what each of them predicted */
 
 /* Fill with kbt_config_default, then set what differs. */
 typedef struct kbt_config {
@@ -80,8 +80,8 @@ typedef struct kbt_config {
                                          matrix is learned, gaussian with drift KBT_DRIFT_AUTO and one layer */
   int32_t relu_order;                 /* 2..12: where the off-diagonal series of the ReLU stops */
   int32_t softmax_order;              /* 0: moment softmax, method.md (11.1); 1, 2: Taylor order of the mean */
-  double prior_var[KBT_MAX_LAYERS];   /* variance of every weight of a layer before any data, in units of the
-                                         noise for a head with members; 0: automatic */
+  double prior_var[KBT_MAX_LAYERS];   /* variance of every weight of a layer before any data; a ratio to the noise where
+                                         that is learned or drift is KBT_DRIFT_AUTO; 0: automatic */
   double noise_var;                   /* >= 0, initial observation noise R; see kbt_set_noise for more than a scalar */
   double input_var;                   /* >= 0, variance of the input h */
   double forgetting;                  /* (0, 1]; 1 forgets nothing */
@@ -130,10 +130,11 @@ typedef struct kbt_health {
   kbt_verdict verdict;
 } kbt_health;
 
-/* What the members of a head with drift KBT_DRIFT_AUTO think of the plant. */
+/* What the filters of a head with drift KBT_DRIFT_AUTO think of the plant. With hidden layers, a softmax,
+ * covariance KBT_DIAGONAL or an input_var there are four: two stand still, one drifts, one has changed. */
 #define KBT_MEMBERS 8
 enum {
-  KBT_STILL = 0,         /* it stands still */
+  KBT_STILL = 0,         /* it stands still; of a head with four filters, both that do */
   KBT_NOISY = 1,         /* it stands still, and the targets are noisy */
   KBT_DRIFTS_SLOWLY = 2, /* random walks of all weights, three rates */
   KBT_DRIFTS = 3,
