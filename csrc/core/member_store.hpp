@@ -240,8 +240,9 @@ struct MemberStore : Evidence<T, 6> {
  private:
   Index place(Index p) const { return p == 0 ? M - 1 : p - 1; }  // where an input is when the bias is the last
   T mean(const T *w, Index o, Index p) const {
-    T sum = T(0);
-    for (Index l = 0; l < L; ++l) sum += w[l] * W[(o * M + p) * L + l];
+    const T *const each = W + (o * M + p) * L;
+    T sum = each[0];  // exact where all members agree
+    for (Index l = 1; l < L; ++l) sum += w[l] * (each[l] - each[0]);
     return sum;
   }
   T covariance(const T *w, Index o, Index p, Index b, Index q) const {

@@ -61,7 +61,7 @@ inline void note_nis(kbt_watch &watch, float nis, Index K) {
 constexpr std::uint32_t kHold = 200;  // samples for which a change is reported
 constexpr int kLately = 1000;         // samples over which drift and noise are judged
 constexpr int kUsual = 10000;         // samples that the usual level of noise remembers
-constexpr float kDriftsFrom = 0.9F, kDriftsTo = 0.5F, kNoisierFrom = 1.386F, kNoisierTo = 0.693F;  // 4 and 2 times
+constexpr float kDriftsFrom = 0.95F, kDriftsTo = 0.5F, kNoisierFrom = 1.386F, kNoisierTo = 0.693F;  // 4 and 2 times
 constexpr float kMostNis = 32.0F;  // an outlier is no more than that to the average
 
 inline void note_members(kbt_watch &watch, float walking, float level, bool changed) {
