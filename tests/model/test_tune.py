@@ -54,6 +54,7 @@ def error_of(head: kbt.Head, h: np.ndarray, y: np.ndarray, begin: int) -> float:
         {"hidden": (6,)},
         {"hidden": (6, 6)},
         {"drift": 0.0},
+        {"drift": 0.0, "prior_var": 1.0},  # better than the default, but not beyond chance
         {"drift": 0.0, "noise_var": 1e-2},
         {"drift": 0.0, "noise_var": 1.0, "prior_var": 1e-4},
         {"rule": "replace", "noise_var": 0.1},
