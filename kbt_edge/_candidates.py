@@ -30,7 +30,9 @@ _ROUNDS = 3  # of one refinement at most
 _WATCHFUL_PRIOR = 20_000.0  # automatic, variance of an output in units of the noise (method.md §9)
 _NOISE_START = 1e-2  # of a head with default settings
 _STANDARD_ERRORS = 2.0  # that a gain must exceed
-_WATCH = 0.1  # nats per sample that one filter must gain on top: it would not follow a plant that changes
+# Nats per sample that a candidate must gain on top: if it is one filter in place of a watchful head, because it would
+# not follow a plant that changes, and if it adds hidden layers, because they take more time and memory.
+_PRICE = 0.1
 _WORTH = 0.01  # nats per sample that a choice, or a step of a refinement, must gain
 
 
@@ -44,6 +46,7 @@ class Scored:
     def __init__(self, settings: Settings, watchful: bool, log_likelihoods: list[float]) -> None:
         self.settings = settings
         self.watchful = watchful
+        self.deep = "hidden" in settings
         self.values = np.array(log_likelihoods)
         self.mean = math.fsum(log_likelihoods) / len(log_likelihoods)
 
@@ -60,7 +63,8 @@ def choice(incumbent: Scored, tried: Sequence[Scored]) -> Scored:
 
     def lead(one: Scored) -> float:
         blind = incumbent.watchful and not one.watchful
-        return one.gain(incumbent)[0] - (_WATCH if blind else 0.0)
+        deeper = one.deep and not incumbent.deep
+        return one.gain(incumbent)[0] - _PRICE * (blind + deeper)
 
     better = [one for one in tried if lead(one) > max(_WORTH, _STANDARD_ERRORS * one.gain(incumbent)[1])]
     return max(better, key=lead, default=incumbent)
@@ -113,14 +117,14 @@ class Search:
             return None
 
     def run(self) -> None:
-        """Score every candidate, then refine the prior of the best watchful head and of the best filter."""
+        """Score every candidate, then refine the prior of the best of each kind."""
         for settings in self._candidates():
             self.score(settings)
-        tried = self.tried
-        for watchful in (True, False):
-            alike = [one for one in tried if one.watchful is watchful]
-            if alike:
-                self._refine(max(alike, key=lambda one: one.mean))
+        best: dict[tuple[bool, bool], Scored] = {}
+        for one in sorted(self.tried, key=lambda one: one.mean):
+            best[one.watchful, one.deep] = one
+        for one in best.values():
+            self._refine(one)
 
     def _score(self, settings: Settings, *, given: bool = False) -> Scored:
         head = self.head(settings)

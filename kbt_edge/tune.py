@@ -11,7 +11,8 @@ as well as one that is too slow (method.md §1, §7).
 The candidates are a short list: watchful or one filter, hidden layers or none, a noise matrix or variances, and a few
 priors. The prior of the best ones is then refined. A candidate is chosen only if its gain is more than two standard
 errors. One filter in place of a watchful head must gain another 0.1 nats per sample, because it would not follow a
-plant that changes. Noise is learned, never chosen; a constant ``noise_var`` that was given is kept, or learned instead.
+plant that changes; so must added hidden layers, because they take more time and memory. Noise is learned, never chosen;
+a constant ``noise_var`` that was given is kept, or learned instead.
 
 The search draws no random numbers: the same stream gives the same answer.
 """

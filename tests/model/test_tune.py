@@ -106,12 +106,12 @@ def test_a_change_that_is_small_gets_a_tight_prior_and_a_large_one_a_wide_prior(
     assert small.settings["prior_var"][0] < 100.0 < 1e4 < large.settings["prior_var"][0]
 
 
-def test_one_filter_replaces_a_watchful_head_only_for_a_gain_that_is_worth_it() -> None:
+def test_one_filter_and_hidden_layers_are_chosen_only_for_a_gain_that_is_worth_it() -> None:
     rng = np.random.default_rng(17)
     usual = rng.normal(size=100)
 
-    def scored(gain: float, watchful: bool) -> Scored:
-        return Scored({}, watchful, list(usual + gain + 0.01 * rng.normal(size=100)))
+    def scored(gain: float, watchful: bool, deep: bool = False) -> Scored:
+        return Scored({"hidden": (6,)} if deep else {}, watchful, list(usual + gain + 0.01 * rng.normal(size=100)))
 
     watchful, single = scored(0.0, True), scored(0.0, False)
     small, large = scored(0.05, False), scored(0.2, False)
@@ -119,6 +119,10 @@ def test_one_filter_replaces_a_watchful_head_only_for_a_gain_that_is_worth_it() 
     assert choice(watchful, [watchful, small, large]) is large
     assert choice(single, [single, small]) is small
     assert choice(watchful, [watchful, large, scored(0.15, True)]).watchful
+    deep = scored(0.05, True, deep=True)
+    assert choice(watchful, [watchful, deep]) is watchful
+    assert choice(scored(0.0, True, deep=True), [deep]) is deep
+    assert choice(watchful, [deep, scored(0.2, True, deep=True)]).deep
     for seed in range(3):
         assert tune(kbt.Head(WEIGHT), *stream(seed)).head.config["drift"] == "auto"
 
