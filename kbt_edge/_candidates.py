@@ -26,6 +26,7 @@ _KEPT = (*_BASIC, "covariance", "rule", "forgetting", "gate", "relu_order", "sof
 _HIDDEN_PRIORS = ((1e-4, 1.0), (1e-2, 0.1), (1e-2, 10.0), (1.0, 10.0))
 _WIDEST = 64  # hidden layer that is tried: its cost grows with the cube of the width
 _REFINEMENTS = (10.0, 10.0**0.5)  # factors on prior variances
+_NARROWEST = 1e-2  # factor on prior variances: with narrower ones, a head could not follow a later change
 _ROUNDS = 3  # of one refinement at most
 _WATCHFUL_PRIOR = 20_000.0  # automatic, variance of an output in units of the noise (method.md §9)
 _NOISE_START = 1e-2  # of a head with default settings
@@ -173,12 +174,13 @@ class Search:
     def _refine(self, best: Scored) -> None:
         """Steps of the prior variances, one after the other, until none helps."""
         prior = best.settings.get("prior_var") or self._prior(best.settings)
+        least = [_NARROWEST * variance for variance in prior]
         for factor in _REFINEMENTS:
             for _ in range(_ROUNDS):
                 start = best
                 for i, step in itertools.product(range(len(prior)), (factor, 1 / factor)):
                     there = (*prior[:i], float(f"{prior[i] * step:.2g}"), *prior[i + 1 :])
-                    found = self.score({**best.settings, "prior_var": there})
+                    found = self.score({**best.settings, "prior_var": there}) if there[i] >= least[i] else None
                     if found is not None and found.mean > best.mean + _WORTH:
                         best, prior = found, there
                 if best is start:
