@@ -1,32 +1,36 @@
-"""Prior and noise variances from a short stream, by what the head itself would have predicted.
+"""The settings of a head that fit a short stream best, by what each head would have predicted.
 
-    tuned = tune(model, x, y)       # a hundred samples will do
+    tuned = tune(model, x, y)       # a few hundred samples will do
     print(tuned.report())
-    model = tuned.model             # the same trunk, a fresh head with the chosen variances
+    model = tuned.model             # the same trunk, a fresh head with the chosen settings
 
 A setting is judged by its prequential log likelihood: every sample is predicted before it is learned, and the log
-densities are added up. It needs no held-out data and no ground truth, it punishes a head that is too sure of itself as
-well as one that is too slow, and it is the log evidence of the stream, so it does not overfit with the number of
-candidates as a training error would (method.md §1, §7).
+densities are added up. It needs no held-out data and no ground truth, and it punishes a head that is too sure of itself
+as well as one that is too slow (method.md §1, §7).
 
-The search is a grid in decades around the present setting, then a refinement by factors of √10 and √√10, one variance
-after the other. It draws no random numbers: the same stream gives the same answer. The present setting is among the
-candidates, so on the stream itself the result is never worse.
+The candidates are a short list: watchful or one filter, hidden layers or none, a noise matrix or variances, and a few
+priors. The prior of the best ones is then refined. A candidate is chosen only if its gain is more than two standard
+errors. One filter in place of a watchful head must gain another 0.1 nats per sample, because it would not follow a
+plant that changes; so must added hidden layers, because they take more time and memory. Noise is learned, never chosen;
+a constant ``noise_var`` that was given is kept, or learned instead.
+
+The search draws no random numbers: the same stream gives the same answer.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kbt_edge.errors import KbtError, RangeError, ShapeError
+from kbt_edge._candidates import Search, Settings, choice, log_likelihoods
+from kbt_edge.errors import RangeError, ShapeError
 from kbt_edge.head import Head
 from kbt_edge.model import Model
 
@@ -34,36 +38,38 @@ __all__ = ["Candidate", "Tuned", "prequential", "tune"]
 
 Subject = TypeVar("Subject", Head, Model)
 
-Steps = tuple[float, ...]
-
-_DECADES = (-3, -2, -1, 0, 1, 2, 3)  # of the grid, around the present setting
-_REFINEMENTS = (1.0, 0.5, 0.25)  # steps of the refinement, in decades; the first leaves the grid if its edge is best
-_ROUNDS = 12  # of one refinement at most
+_SHOWN = 10  # lines of a report
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting and its score."""
+    """The settings of a head, and how well it predicted the stream."""
 
-    prior_var: tuple[float, ...]  # one per layer
-    noise_var: float | None  # in the head's own units; None where the head needs none (multinomial)
-    log_likelihood: float  # per sample; −∞ if the head broke down
+    settings: Settings  # keywords of ``Head``; those that are missing have their defaults
+    log_likelihood: float  # per sample
+    gain: float  # over the default head, per sample
+    error: float  # standard error of the gain
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={_plain(value)}" for name, value in self.settings.items()) or "defaults"
 
 
 @dataclass(frozen=True)
 class Tuned(Generic[Subject]):
-    """The chosen setting, what it was chosen from, and the head or model that has it and has learned nothing yet."""
+    """The chosen settings, what they were chosen from, and the head or model that has them and has learned nothing."""
 
     subject: Subject
-    before: Candidate
-    best: Candidate
+    default: Candidate  # ``Head(weight, bias)``
+    before: Candidate  # the settings of the head that was tuned
+    best: Candidate  # the chosen one
     tried: tuple[Candidate, ...]  # in the order of the search
     samples: int
     seconds: float
+    note: str | None = None  # why nothing was chosen
 
     @property
     def head(self) -> Head:
-        """A fresh head with the chosen setting."""
+        """A fresh head with the chosen settings."""
         return self.subject.head if isinstance(self.subject, Model) else self.subject
 
     @property
@@ -74,111 +80,81 @@ class Tuned(Generic[Subject]):
         return self.subject
 
     def report(self) -> str:
-        """A table of the setting before, the best one, and the runners-up."""
-        ranked: list[Candidate] = sorted(self.tried, key=lambda candidate: -candidate.log_likelihood)
-        rows = [("before", self.before), ("best", self.best), *(("", candidate) for candidate in ranked[1:4])]
-        lines = [f"{self.samples} samples, {len(self.tried)} settings tried in {self.seconds:.1f} s", ""]
-        lines.append(f"  {'':<8}{'log likelihood':>14}   {'noise_var':>9}   prior_var")
-        for name, candidate in rows:
-            noise = "" if candidate.noise_var is None else f"{candidate.noise_var:.2g}"
-            prior = ", ".join(f"{v:.2g}" for v in candidate.prior_var)
-            lines.append(f"  {name:<8}{candidate.log_likelihood:>14.3f}   {noise:>9}   {prior}")
-        lines += [
-            "",
-            "per sample, each predicted before it was learned; variances in the units of the network's output",
+        """What was chosen, its gain over the default head, and a table of the candidates."""
+        lines = [
+            f"{self.samples} samples, {len(self.tried)} settings tried in {self.seconds:.1f} s",
+            f"chosen: {self.best}",
+            f"gain over the default head: {_gain(self.best)} nats per sample (± standard error)",
         ]
+        if self.note is not None:
+            lines.append(f"note: {self.note}")
+        lines += ["", f"  {'':<8}{'log likelihood':>14}{'gain':>17}   settings"]
+        ranked = sorted(self.tried, key=lambda candidate: -candidate.log_likelihood)
+        for i, candidate in enumerate(ranked):
+            marks = (("chosen", self.best), ("default", self.default), ("before", self.before))
+            mark = next((name for name, marked in marks if candidate is marked), "")
+            if mark or i < _SHOWN:
+                lines.append(f"  {mark:<8}{candidate.log_likelihood:>14.3f}{_gain(candidate):>17}   {candidate}")
+        lines += ["", "per sample, each predicted before it was learned; in the units of the network's output"]
         return "\n".join(lines)
 
 
 def tune(subject: Subject, x: Sequence[Any] | npt.ArrayLike, y: Sequence[Any] | npt.ArrayLike) -> Tuned[Subject]:
-    """Choose ``prior_var`` and ``noise_var`` of a ``Head`` or a ``Model`` for the stream (x[0], y[0]), (x[1], y[1]), …
+    """Choose the settings of a ``Head`` or a ``Model`` for the stream (x[0], y[0]), (x[1], y[1]), …
 
     x   what ``update`` takes, one entry per sample: rows h for a ``Head``, inputs for a ``Model``
     y   the targets, as ``update`` takes them
 
-    The weights' means are taken as they are: tune a fresh head for a prior, or one that has learned to go on from
-    there. ``subject`` itself is left alone. Noise per output, or a noise matrix, is scaled as a whole.
+    It chooses ``drift``, ``hidden``, ``noise`` and ``prior_var``; other settings stay as they are. The present settings
+    and those of ``Head(weight, bias)`` are among the candidates. The better of the two stays unless another candidate
+    gains more than two standard errors, so on this stream the result is never worse than either. With fewer samples
+    than inputs, d + 1, the present settings stay, and a warning says so.
+
+    All candidates start from the readout that the head has now: tune a fresh head, or one that has learned to go on
+    from there. The readout inside a head with hidden layers is known only before it has learned. After that, its hidden
+    layers stay. ``subject`` itself is left alone.
     """
     started = time.perf_counter()
     pairs = _stream(subject, x, y)
-    family = _Family(subject.head if isinstance(subject, Model) else subject)
-    scores: dict[Steps, Candidate] = {}
-
-    def score(steps: Steps) -> float:
-        if steps not in scores:
-            scores[steps] = family.candidate(steps, pairs)
-        return scores[steps].log_likelihood
-
-    best = origin = (0.0,) * family.variances
-    before = score(origin)
-    if not math.isfinite(before):
-        family.head(origin)  # raises what is wrong with the head or
-        prequential(family.head(origin), pairs)  # with the stream
-    if family.variances <= 3:  # beyond, a grid is too large, and the search climbs from the start
-        grid = itertools.product(_DECADES, repeat=family.variances)
-        best = max((tuple(map(float, steps)) for steps in grid), key=score)
-    for width in _REFINEMENTS:
-        best = _climb(best, width, score)
-    if not score(best) > before:
-        best = origin
+    search = Search(subject.head if isinstance(subject, Model) else subject, pairs)
+    before = search.present()
+    default = search.score(search.default) or before
+    rows, needed = sum(np.atleast_2d(h).shape[0] for h, _ in pairs), search.inputs
+    note = None
+    if rows < needed:
+        best = before
+        note = f"{rows} samples are too few to choose settings for {needed} inputs; the present ones stay"
+        warnings.warn(f"tune: {note}", UserWarning, stacklevel=2)
+    else:
+        search.run()
+        best = choice(before if before.mean > default.mean else default, search.tried)
+    judged = {id(one): Candidate(one.settings, one.mean, *one.gain(default)) for one in search.tried}
     return Tuned(
-        subject=_with_head(subject, family.head(best)),
-        before=scores[origin],
-        best=scores[best],
-        tried=tuple(scores.values()),
+        subject=_with_head(subject, search.head(best.settings)),
+        default=judged[id(default)],
+        before=judged[id(before)],
+        best=judged[id(best)],
+        tried=tuple(judged.values()),
         samples=len(pairs),
         seconds=time.perf_counter() - started,
+        note=note,
     )
 
 
 def prequential(head: Head, pairs: Sequence[tuple[Any, Any]]) -> float:
     """Mean log likelihood of the pairs (h, y), each predicted before it is learned. ``head`` learns them."""
-    return math.fsum(head.update(h, y).log_likelihood for h, y in pairs) / len(pairs)
+    return math.fsum(log_likelihoods(head, pairs)) / len(pairs)
 
 
-class _Family:
-    """Heads like a given one with other variances: ``steps`` decades away, one per layer and one for the noise."""
-
-    def __init__(self, head: Head) -> None:
-        self._settings = head.config
-        self._prior: tuple[float, ...] = self._settings.pop("prior_var")
-        for settled in ("widths", "noise_var"):
-            del self._settings[settled]
-        self._means = [layer.mean for layer in head.layers]
-        self._nbytes = head.nbytes
-        self._noise = None if self._settings["noise"] == "multinomial" else np.asarray(head.noise_var, np.float64)
-        self.variances = len(self._prior) + (self._noise is not None)
-
-    def head(self, steps: Steps) -> Head:
-        prior = [v * 10.0**step for v, step in zip(self._prior, steps, strict=False)]
-        noise = {} if self._noise is None else {"noise_var": self._noise * 10.0 ** steps[-1]}
-        return Head.from_means(self._means, prior_var=prior, **noise, **self._settings, max_memory=self._nbytes)
-
-    def candidate(self, steps: Steps, pairs: Sequence[tuple[Any, Any]]) -> Candidate:
-        try:
-            head = self.head(steps)
-            log_likelihood = prequential(head, pairs)
-        except KbtError:  # a variance out of range, or an overflow: not a usable setting
-            log_likelihood = -math.inf
-        prior = tuple(v * 10.0**step for v, step in zip(self._prior, steps, strict=False))
-        if self._noise is None:
-            return Candidate(prior, None, log_likelihood)
-        level = float(self._noise.mean() if self._noise.ndim == 1 else np.diagonal(self._noise).mean())
-        return Candidate(prior, level * 10.0 ** steps[-1], log_likelihood)
+def _plain(value: object) -> str:
+    """A setting with few digits."""
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(map(_plain, value)) + ("," if len(value) == 1 else "") + ")"
+    return f"{value:.3g}" if isinstance(value, float) else repr(value)
 
 
-def _climb(best: Steps, width: float, score: Callable[[Steps], float]) -> Steps:
-    """Steps of ``width`` decades, one variance after the other, until none helps."""
-    for _ in range(_ROUNDS):
-        start = best
-        for i in range(len(best)):
-            for step in (-width, width):
-                there = (*best[:i], best[i] + step, *best[i + 1 :])
-                if score(there) > score(best):
-                    best = there
-        if best == start:
-            break
-    return best
+def _gain(candidate: Candidate) -> str:
+    return f"{candidate.gain:+.3f} ± {candidate.error:.3f}"
 
 
 def _stream(

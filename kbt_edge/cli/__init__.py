@@ -45,7 +45,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "demo tokens": ("kbt_edge.cli.demo_tokens", "adapt a token model to a changed rule, compared with retraining"),
     "codegen": ("kbt_edge.cli.codegen", "write a bundle as C for a microcontroller"),
     "repro": ("kbt_edge.cli.repro", "reproduce the study: KBT against retraining, with figures and a report"),
-    "tune": ("kbt_edge.cli.tune", "choose prior and noise variances of a bundle from a short stream"),
+    "tune": ("kbt_edge.cli.tune", "choose the settings of a bundle's head from a short stream"),
     "export": ("kbt_edge.cli.export", "turn a torch model into a bundle"),
     "inspect": ("kbt_edge.cli.inspect", "show what is in a bundle"),
     "replay": ("kbt_edge.cli.replay", "replay a flight log and check that it reaches the same state, bit for bit"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
+import warnings
 import zipfile
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from kbt_edge.cli.terminal import add_backend, add_bundle, progress
 from kbt_edge.errors import BundleError
 from kbt_edge.model import Model
-from kbt_edge.tune import Candidate, tune
+from kbt_edge.tune import tune
 
 __all__ = ["arguments", "run", "text"]
 
@@ -22,7 +23,7 @@ __all__ = ["arguments", "run", "text"]
 def arguments(parser: argparse.ArgumentParser) -> None:
     add_bundle(parser)
     parser.add_argument("samples", type=Path, help="a .npz file with arrays x and y, one row per sample")
-    parser.add_argument("--out", type=Path, help="folder for the bundle with the chosen variances")
+    parser.add_argument("--out", type=Path, help="folder for the bundle with the chosen settings")
     add_backend(parser)
 
 
@@ -34,15 +35,20 @@ def run(options: argparse.Namespace) -> Mapping[str, Any]:
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise BundleError(f"samples: expected a .npz file with x and y, got {options.samples}: {error}") from None
     progress("tuning ...")
-    tuned = tune(model, x, y)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "tune:")  # it is in the report
+        tuned = tune(model, x, y)
     if options.out:
         tuned.model.save(options.out)
     return {
         "samples": tuned.samples,
         "settings_tried": len(tuned.tried),
         "seconds": tuned.seconds,
-        "before": _plain(tuned.before),
-        "best": _plain(tuned.best),
+        "default": asdict(tuned.default),
+        "before": asdict(tuned.before),
+        "best": asdict(tuned.best),
+        "candidates": [asdict(candidate) for candidate in tuned.tried],
+        "note": tuned.note,
         "bundle": str(options.out) if options.out else None,
         "report": tuned.report(),
     }
@@ -51,12 +57,3 @@ def run(options: argparse.Namespace) -> Mapping[str, Any]:
 def text(result: Mapping[str, Any]) -> str:
     where = result["bundle"]
     return f"{result['report']}\n\n" + (f"bundle: {where}" if where else "nothing written: no --out")
-
-
-def _plain(candidate: Candidate) -> dict[str, Any]:
-    score = candidate.log_likelihood
-    return {
-        "prior_var": list(candidate.prior_var),
-        "noise_var": candidate.noise_var,
-        "log_likelihood": score if math.isfinite(score) else None,
-    }

@@ -50,7 +50,7 @@ def rows(tuned: Mapping[str, Any]) -> list[Row]:
         Row("prior per layer", "+ ε = 1e-6 and 10", kbt(**layered, covariance="full")),
         Row("blocks", "+ correlations within neurons only", kbt(**layered)),
         Row("KBT", "one layer, noise learned: the defaults", kbt(), main=True),
-        Row("tuned", "the same, variances by kbt_edge.tune", kbt(**tuned)),
+        Row("tuned", "the same, settings by kbt_edge.tune", kbt(**tuned)),
     ]
     others = [Row(method.name, "", _baseline(method), main=method.name != "least squares") for method in METHODS]
     return ladder + others

@@ -12,7 +12,7 @@ Trials are independent, and run through joblib: ``study(settings, jobs)`` uses p
 ``joblib.parallel_config(backend="dask")`` (or "ray", after ``ray.util.joblib.register_ray()``) and with ``jobs=None``
 it uses that cluster. Every trial draws from its own seed, so results do not depend on where it runs.
 
-The learning rates of retraining, the ε of the paper's setting and the variances of the row "tuned" were chosen on other
+The learning rates of retraining, the ε of the paper's setting and the settings of the row "tuned" were chosen on other
 streams than those of the trials (``baselines.CHOICE_SEEDS``). The row "KBT" is a plain ``Head``.
 """
 

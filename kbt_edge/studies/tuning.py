@@ -28,8 +28,7 @@ def tuned_settings() -> Result:
     network = pretrained()
     rng = np.random.default_rng(CHOICE_SEEDS[0])
     states, forces = cartpole.sample_pairs(rng, TUNING_SAMPLES, cartpole.lqr_gain(cartpole.NEW))
-    best = tune(Head(*readout(network)), *scaled(network, states, forces)).best
-    return {"prior_var": best.prior_var, "noise_var": best.noise_var, "noise": "adaptive"}
+    return tune(Head(*readout(network)), *scaled(network, states, forces)).best.settings
 
 
 def tuning(settings: Settings) -> Result:
@@ -46,8 +45,7 @@ def tuning(settings: Settings) -> Result:
         run: Result = {
             "plant": asdict(plant),
             "seconds": tuned.seconds,
-            "prior_var": tuned.best.prior_var,
-            "noise_var": tuned.best.noise_var,
+            "settings": tuned.best.settings,
         }
         for name, head in (("default", Head(*readout(network))), ("tuned", tuned.head)):
             pairs = list(zip(*long, strict=True))
