@@ -512,6 +512,7 @@ kbt_status kbt_state_config(const void *blob, size_t size, kbt_config *cfg) {
   const kbt_status status = kbt::read_header(static_cast<const unsigned char *>(blob), size, found, version);
   if (status != KBT_OK) return status;
   if (kbt_config_check(&found, nullptr) != KBT_OK) return KBT_E_BLOB_VALUE;
+  if (!kbt::same_config(found, canonical(found))) return KBT_E_BLOB_VALUE;
   const double n = found.widths[found.layers], bytes = static_cast<double>(size);
   if (bytes != kbt::state_bytes(found, n, version) && bytes != kbt::state_bytes(found, n * n, version)) {
     return KBT_E_BLOB_VALUE;

@@ -184,7 +184,7 @@ def test_what_follows_the_end_is_rejected(tail: bytes) -> None:
 
 def test_a_newer_format_says_so() -> None:
     blob = bytearray(make(SMALL).to_bytes())
-    blob[4:8] = (2).to_bytes(4, "little")
+    blob[4:8] = (3).to_bytes(4, "little")
     rejected(bytes(blob), match="newer")
 
 
@@ -193,7 +193,7 @@ def test_a_newer_format_says_so() -> None:
 
 def sealed(body: bytes) -> bytes:
     """A blob with a valid header and CRC around any body."""
-    return HEADER.pack(b"KBTS", 1, HEADER.size + len(body), zlib.crc32(body), 0) + body
+    return HEADER.pack(b"KBTS", 2, HEADER.size + len(body), zlib.crc32(body), 0) + body
 
 
 # Offsets in the body of a full one-layer float32 head with two inputs and two outputs: M = 6 weights.
@@ -276,12 +276,12 @@ def test_a_body_of_the_wrong_length_is_rejected(change: int) -> None:
 
 FIELDS = ["dtype", "layers", *[f"widths[{i}]" for i in range(9)], "max_rows", "output", "covariance", "rule", "noise",
           "relu_order", "softmax_order", *[f"prior_var[{i}]" for i in range(8)], "noise_var", "input_var", "forgetting",
-          "gate"]  # fmt: skip
+          "gate", "drift"]  # fmt: skip
 BAD_CONFIG = [
     *itertools.product(FIELDS[:18], [-1, -(2**31), 99, 2**20 + 1, 2**31 - 1]),
     *itertools.product(["dtype", "output", "covariance", "rule", "noise"], [3, 256]),
     *itertools.product(["layers", "max_rows", "relu_order", "widths[0]", "widths[1]"], [0]),
-    *itertools.product(["prior_var[0]", *FIELDS[26:]], [float("nan"), float("inf"), -1.0]),
+    *itertools.product(["prior_var[0]", *FIELDS[26:]], [float("nan"), float("inf"), -1.5]),
     ("prior_var[0]", 0.0),
     ("forgetting", 0.0),
     ("forgetting", 1.5),
