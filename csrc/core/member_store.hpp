@@ -41,7 +41,7 @@ constexpr MemberKind kMembers[kLanes] = {{kWide, 0.0, 0.0, kNoiseMemory},  {kNar
 
 struct MemberEvent {
   int kind;         // KBT_NO_CHANGE, KBT_CHANGED, KBT_RETURNED
-  int age;          // samples since the fresh member began
+  int age;          // updates since then
   double evidence;  // nats
 };
 
@@ -55,6 +55,7 @@ struct MemberStore {
   bool learns_noise;
   T prior_var;                     // of a weight, in units of the noise; 0: from the size of the inputs
   T *first_weights, *first_noise;  // O x M; O, or O x O
+  T *kept;                         // one member, as the best was when the fresh member began: W, d, u, R, age
   T *W;                            // O x M x 8
   T *d, *u;                        // LaneUD
   T *R;                            // O x 8, or O x O x 8
@@ -72,13 +73,19 @@ struct MemberStore {
     kReturns,
     kLead,
     kBeforeLead,
+    kFreshUpdates,
+    kBeforeUpdates,
     kBook
   };
 
   Index noise_count() const { return matrix ? O * O : O; }
   static Index count(Index M, Index O, bool matrix) {
     const Index noise = matrix ? O * O : O;
-    return O * M + noise + O * M * L + M * L + LaneUD<T>::u_count(M) + noise * L + 2 * L + kBook;
+    return O * M + noise + (kept_count(M, O, matrix) + 1) * L + kept_count(M, O, matrix) + kBook;
+  }
+  // Numbers of one member.
+  static Index kept_count(Index M, Index O, bool matrix) {
+    return O * M + M + LaneUD<T>::u_count(M) / L + (matrix ? O * O : O) + 1;
   }
   void place(T *at) {
     const auto take = [&](T *&piece, Index count) {
@@ -93,6 +100,7 @@ struct MemberStore {
     take(ages, L);
     take(first_weights, O * M);
     take(first_noise, noise_count());
+    take(kept, kept_count(M, O, matrix));
     take(book, kBook);
   }
   // Calls value(x) for each number and variance(x) for those that cannot be negative.
@@ -109,6 +117,11 @@ struct MemberStore {
     all(ages, L, variance);
     all(first_weights, O * M, value);
     all(first_noise, noise_count(), value);
+    const Index u_count = LaneUD<T>::u_count(M) / L;
+    all(kept, O * M, value);
+    all(kept + O * M, M, variance);
+    all(kept + O * M + M, u_count, value);
+    all(kept + O * M + M + u_count, noise_count() + 1, value);
     all(book, kBook, value);
   }
 
@@ -137,12 +150,14 @@ struct MemberStore {
     fill(ages, T(0), L);
     fill(book, T(0), Index(kBook));
     even_weights();
+    keep_best();
   }
   // The noise with which members begin, and that of all of them from now on: O variances.
   void set_noise(const T *values) {
     for (Index i = 0; i < noise_count(); ++i) {
       first_noise[i] = !matrix ? values[i] : i % (O + 1) == 0 ? values[i / (O + 1)] : T(0);
       for (Index l = 0; l < L; ++l) R[i * L + l] = first_noise[i];
+      kept[kept_count(M, O, matrix) - 1 - noise_count() + i] = first_noise[i];
     }
   }
   void even_weights() {
@@ -172,7 +187,7 @@ struct MemberStore {
   }
 
   // (9.1) for one sample. Returns the log density of the regular members' mixture.
-  T weigh_in(const T *log_density) {
+  T weigh_in(const T *log_density, bool new_update) {
     T best = log_density[0], top = log_weights[0] + log_density[0];
     for (Index l = 1; l < kRegular; ++l) {
       best = log_density[l] > best ? log_density[l] : best;
@@ -185,7 +200,7 @@ struct MemberStore {
       whole += exp_negative(log_weights[l]);
     }
     const T mixture = top + log_positive(sum / whole);
-    gain_evidence(log_density[kFresh] - mixture, log_density[kBefore] - mixture);
+    gain_evidence(log_density[kFresh] - mixture, log_density[kBefore] - mixture, T(new_update));
 
     const T least = best - T(kCap) * T(O);
     T highest = T(0);
@@ -202,17 +217,19 @@ struct MemberStore {
     return mixture;
   }
   // Evidence gives a challenger its weight and is not saved up for worse times; its lead is the whole sum.
-  void gain_evidence(T fresh, T before) {
+  void gain_evidence(T fresh, T before, T new_update) {
     const auto capped = [](T x) { return x > T(kCap) ? T(kCap) : (x < T(-kCap) ? T(-kCap) : x); };
     const auto at_most = [](T x) { return x < T(kMostProof) ? x : T(kMostProof); };
     const T gain = capped(fresh), regain = capped(before);
     book[kEvidence] = at_most(book[kEvidence] + gain);
     book[kLead] += gain;
+    book[kFreshUpdates] += book[kFreshAge] > T(0) ? new_update : T(1);
     book[kFreshAge] += T(1);
     const T sum = book[kHasBefore] > T(0) ? at_most(book[kBeforeEvidence] + regain) : T(0);
     const bool ahead = sum > T(0);
     book[kBeforeEvidence] = ahead ? sum : T(0);
     book[kBeforeLead] = ahead ? book[kBeforeLead] + regain : T(0);
+    book[kBeforeUpdates] = ahead ? book[kBeforeUpdates] + (book[kBeforeAge] > T(0) ? new_update : T(1)) : T(0);
     book[kBeforeAge] = ahead ? book[kBeforeAge] + T(1) : T(0);
   }
 
@@ -286,53 +303,74 @@ struct MemberStore {
 
   // After a sample: has the plant changed, or gone back? Otherwise the fresh member may be due to begin again.
   MemberEvent decide() {
-    const int age = static_cast<int>(book[kFreshAge]), back = static_cast<int>(book[kBeforeAge]);
+    const int age = counted(kFreshAge), back = counted(kBeforeAge), returns = counted(kReturns);
     const double lead = static_cast<double>(book[kLead]), before = static_cast<double>(book[kBeforeLead]);
-    const int patience = kYoung << static_cast<int>(book[kReturns]);
+    const int patience = kYoung << (returns < kMostReturns ? returns : kMostReturns);
     if (back >= patience && before > kLeadRate * back) {
+      const MemberEvent event{KBT_RETURNED, counted(kBeforeUpdates), before};
       replace_members(kBefore);
-      if (book[kReturns] < T(kMostReturns)) book[kReturns] += T(1);
-      return {KBT_RETURNED, back, before};
+      if (returns < kMostReturns) book[kReturns] += T(1);
+      return event;
     }
     if (age >= patience && lead > kLeadRate * age) {
+      const MemberEvent event{KBT_CHANGED, counted(kFreshUpdates), lead};
       replace_members(kFresh);
-      return {KBT_CHANGED, age, lead};
+      return event;
     }
     if ((age >= kLives * M && age >= kLives * patience) || book[kEvidence] < T(-kProof)) begin_fresh(false);
     return {KBT_NO_CHANGE, 0, 0.0};
   }
+  int counted(int entry) const {  // a blob may hold any number
+    const T x = book[entry];
+    return x > T(0) ? static_cast<int>(x < T(1 << 20) ? x : T(1 << 20)) : 0;
+  }
 
+  // Calls visit(lanes, count, kept, first) for the parts of a member: `count` numbers, and those that begin_fresh sets.
+  template <class Visit>
+  void each_part(Visit visit) {
+    const Index u_count = LaneUD<T>::u_count(M) / L;
+    T *at = kept;
+    const auto part = [&](T *lanes, Index count, const T *first, T otherwise) {
+      visit(lanes, count, at, first, otherwise);
+      at += count;
+    };
+    const T *const none = nullptr;
+    part(W, O * M, first_weights, T(0));
+    part(d, M, none, begun() ? prior_of(kFresh, size()) : T(0));
+    part(u, u_count, none, T(0));
+    part(R, noise_count(), first_noise, T(0));
+    part(ages, 1, none, T(0));
+  }
+  // The best regular member is kept as it is: a change that begins now will be noticed much later.
+  void keep_best() {
+    Index best = 0;
+    for (Index l = 1; l < kRegular; ++l) best = log_weights[l] > log_weights[best] ? l : best;
+    each_part([&](const T *x, Index count, T *to, const T *, T) {
+      for (Index i = 0; i < count; ++i) to[i] = x[i * L + best];
+    });
+  }
   void begin_fresh(bool suspicious) {
-    const T prior = prior_of(kFresh, size());
-    for (Index p = 0; p < M; ++p) d[p * L + kFresh] = prior;
-    for (Index i = kFresh; i < LaneUD<T>::u_count(M); i += L) u[i] = T(0);
-    for (Index i = 0; i < O * M; ++i) W[i * L + kFresh] = first_weights[i];
-    for (Index i = 0; i < noise_count(); ++i) R[i * L + kFresh] = first_noise[i];
-    ages[kFresh] = T(0);
-    book[kEvidence] = book[kLead] = book[kFreshAge] = T(0);
+    keep_best();
+    each_part([&](T *x, Index count, T *, const T *first, T otherwise) {
+      for (Index i = 0; i < count; ++i) x[i * L + kFresh] = first != nullptr ? first[i] : otherwise;
+    });
+    book[kEvidence] = book[kLead] = book[kFreshAge] = book[kFreshUpdates] = T(0);
     book[kSuspicious] = T(suspicious);
   }
 
-  // The regular members go on from member `from`; the best of them is kept as it was.
+  // The regular members go on from member `from`. What was the best when the fresh member began is the one before.
   void replace_members(Index from) {
-    Index best = 0;
-    for (Index l = 1; l < kRegular; ++l) best = log_weights[l] > log_weights[best] ? l : best;
-    const auto each = [&](T *x, Index n) {
-      for (Index i = 0; i < n; ++i, x += L) {
-        const T value = x[from], kept = x[best];
+    each_part([&](T *x, Index count, const T *before, const T *, T) {
+      for (Index i = 0; i < count; ++i, x += L) {
+        const T value = x[from];
         for (Index l = 0; l < kRegular; ++l) x[l] = value;
-        x[kBefore] = kept;
+        x[kBefore] = before[i];
       }
-    };
-    each(W, O * M);
-    each(d, M);
-    each(u, LaneUD<T>::u_count(M) / L);
-    each(R, noise_count());
-    each(ages, 1);
+    });
     even_weights();
     begin_fresh(false);
     book[kHasBefore] = T(1);
-    book[kBeforeEvidence] = book[kBeforeLead] = book[kBeforeAge] = T(0);
+    book[kBeforeEvidence] = book[kBeforeLead] = book[kBeforeAge] = book[kBeforeUpdates] = T(0);
   }
 };
 
