@@ -27,17 +27,20 @@ constexpr int kNoiseMemory = 100;    // samples that the learned noise remembers
 constexpr int kBriefMemory = 10;     // the same, of the member for noisy targets
 constexpr int kSizeMemory = 1000;    // samples that the mean of |z|^2 remembers
 
+template <class T>  // not double: a Cortex-M4F has no instructions for it
 struct MemberKind {
-  double prior;      // variance of an output before any data
-  double walk;       // added to the variance of an output per sample, by a random walk of all weights
-  double bias_walk;  // the same, of the bias alone
+  T prior;      // variance of an output before any data
+  T walk;       // added to the variance of an output per sample, by a random walk of all weights
+  T bias_walk;  // the same, of the bias alone
   int noise_memory;
 };
 // still, noisy, three random walks, an offset that walks, fresh, and the best member before the latest change
-constexpr MemberKind kMembers[kLanes] = {{kWide, 0.0, 0.0, kNoiseMemory},  {kNarrow, 0.0, 0.0, kBriefMemory},
-                                         {kWide, 2e-4, 0.0, kNoiseMemory}, {kWide, 5e-3, 0.0, kNoiseMemory},
-                                         {kWide, 2e-1, 0.0, kNoiseMemory}, {kWide, 0.0, 1e-2, kNoiseMemory},
-                                         {kWide, 0.0, 0.0, kNoiseMemory},  {kWide, 0.0, 0.0, kNoiseMemory}};
+template <class T>
+constexpr MemberKind<T> kMembers[kLanes] = {
+    {T(kWide), T(0), T(0), kNoiseMemory},    {T(kNarrow), T(0), T(0), kBriefMemory},
+    {T(kWide), T(2e-4), T(0), kNoiseMemory}, {T(kWide), T(5e-3), T(0), kNoiseMemory},
+    {T(kWide), T(2e-1), T(0), kNoiseMemory}, {T(kWide), T(0), T(1e-2), kNoiseMemory},
+    {T(kWide), T(0), T(0), kNoiseMemory},    {T(kWide), T(0), T(0), kNoiseMemory}};
 
 struct MemberEvent {
   int kind;         // KBT_NO_CHANGE, KBT_CHANGED, KBT_RETURNED
@@ -137,7 +140,7 @@ struct MemberStore {
 
   // Prior variance of a weight of member l when inputs have this |z|^2.
   T prior_of(Index l, T size) const {
-    const T kind = T(kMembers[l].prior);
+    const T kind = kMembers<T>[l].prior;
     return prior_var > T(0) ? prior_var * (kind / T(kWide)) : kind / size;
   }
 
@@ -236,12 +239,13 @@ struct MemberStore {
   // (9.3): P + Q for the members that walk, never above the prior.
   void walk() {
     for (Index l = 0; l < kRegular; ++l) {
-      const MemberKind &kind = kMembers[l];
-      if (!(kind.walk > 0.0) && !(kind.bias_walk > 0.0)) continue;
-      const T most = prior_of(l, size()), every = T(kind.walk) / size();
-      for (Index p = 0; p < (kind.walk > 0.0 ? M : 1); ++p) {
+      const MemberKind<T> &kind = kMembers<T>[l];
+      const bool all = kind.walk > T(0);
+      if (!all && !(kind.bias_walk > T(0))) continue;
+      const T most = prior_of(l, size()), step = all ? kind.walk / size() : kind.bias_walk;
+      for (Index p = 0; p < (all ? M : 1); ++p) {
         T &x = d[p * L + l];
-        const T limit = x > most ? x : most, raised = x + (kind.walk > 0.0 ? every : T(kind.bias_walk));
+        const T limit = x > most ? x : most, raised = x + step;
         x = raised < limit ? raised : limit;
       }
     }
@@ -250,7 +254,7 @@ struct MemberStore {
   // (8.2), with the weight of the robust step.
   void learn_noise(const T *error, const T *weight, const T *c) {
     for (Index l = 0; l < kBefore; ++l) {
-      const T age = ages[l], memory = T(kMembers[l].noise_memory);
+      const T age = ages[l], memory = T(kMembers<T>[l].noise_memory);
       const T rate = T(1) / (age + T(kAdaptStart) < memory ? age + T(kAdaptStart) : memory),
               scale = weight[l] / (T(1) + c[l]);
       if (age < T(kSizeMemory)) ages[l] = age + T(1);
@@ -304,16 +308,16 @@ struct MemberStore {
   // After a sample: has the plant changed, or gone back? Otherwise the fresh member may be due to begin again.
   MemberEvent decide() {
     const int age = counted(kFreshAge), back = counted(kBeforeAge), returns = counted(kReturns);
-    const double lead = static_cast<double>(book[kLead]), before = static_cast<double>(book[kBeforeLead]);
+    const T lead = book[kLead], before = book[kBeforeLead];
     const int patience = kYoung << (returns < kMostReturns ? returns : kMostReturns);
-    if (back >= patience && before > kLeadRate * back) {
-      const MemberEvent event{KBT_RETURNED, counted(kBeforeUpdates), before};
+    if (back >= patience && before > T(kLeadRate) * T(back)) {
+      const MemberEvent event{KBT_RETURNED, counted(kBeforeUpdates), static_cast<double>(before)};
       replace_members(kBefore);
       if (returns < kMostReturns) book[kReturns] += T(1);
       return event;
     }
-    if (age >= patience && lead > kLeadRate * age) {
-      const MemberEvent event{KBT_CHANGED, counted(kFreshUpdates), lead};
+    if (age >= patience && lead > T(kLeadRate) * T(age)) {
+      const MemberEvent event{KBT_CHANGED, counted(kFreshUpdates), static_cast<double>(lead)};
       replace_members(kFresh);
       return event;
     }
