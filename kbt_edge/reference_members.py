@@ -124,6 +124,7 @@ class ReferenceMembers:
         self.first_W, self.first_R = np.column_stack([b, w]), np.diag(self._given(noise_var))
         nothing = np.zeros((self.d + 1, self.d + 1))  # until the first sample
         self.members = [Member(self.first_W, nothing, self.first_R) for _ in KINDS]
+        self.kept = self.members[0]  # the best regular member, as it was when the fresh one began
         self.log_weights = np.full(REGULAR, -math.log(REGULAR))
         self.fresh, self.before = Challenger(), Challenger()
         self.suspicious = self.has_before = False
@@ -250,15 +251,16 @@ class ReferenceMembers:
         return "none"
 
     def _begin_fresh(self, suspicious: bool) -> None:
+        self.kept = replace(self.members[int(self.log_weights.argmax())])
         P = self._prior(KINDS[FRESH], self.size) * np.eye(self.d + 1)
         self.members[FRESH] = Member(self.first_W, P, self.first_R)
         self.fresh, self.suspicious = Challenger(), suspicious
 
     def _replace_members(self, source: int) -> None:
-        """The regular members go on from member ``source``; the best of them is kept as it was."""
-        kept, new = self.members[int(self.log_weights.argmax())], self.members[source]
+        """The regular members go on from member ``source``. What was kept is the member before the change."""
+        new = self.members[source]
         self.members[:REGULAR] = [replace(new) for _ in range(REGULAR)]
-        self.members[BEFORE] = replace(kept)
+        self.members[BEFORE] = self.kept
         self.log_weights = np.full(REGULAR, -math.log(REGULAR))
         self.before, self.has_before = Challenger(), True
         self._begin_fresh(False)
@@ -271,6 +273,7 @@ class ReferenceMembers:
         """Before the first sample the prior is as wide as the input asks for."""
         for kind, m in zip(KINDS if self.seen == 0 else (), self.members, strict=False):
             m.P = self._prior(kind, float(z @ z)) * np.eye(len(z))
+            self.kept = replace(self.members[0])
 
     def _inputs(self, h: npt.ArrayLike) -> Array:
         rows = np.atleast_2d(np.asarray(h, np.float64))

@@ -28,6 +28,11 @@ X86_64 = platform.machine() in ("x86_64", "AMD64")
 STRUCTURES = {"full": 0, "neuron": 1, "diagonal": 2}
 # Instructions of one update, 16 -> 32 -> 1 float32: of the default build, and of one for the oldest machines.
 BUDGET = {"full": (750_000, 1_200_000), "neuron": (16_000, 30_000), "diagonal": (10_000, 15_000)}
+# The default head, 16 -> 1: an update as most are. The worst is one in which a surprise begins the fresh member anew,
+# or one in which a change is noticed.
+WATCHFUL_BUDGET = (25_000, 60_000)
+LARGEST_WORST = 1.5  # times an update as most are
+CHANGE = 204  # updates before the plant changes: cost.c
 LARGEST_EXPONENT = 1.1
 LARGEST_RECORDING = 0.02  # of an update, for a flight recorder that only records; the copy of the state comes beside it
 # d -> 2d -> 1. The factors of `full` grow with d^4 and would fill gigabytes at d = 128, so its sweep ends at 32.
@@ -46,18 +51,37 @@ def factors(structure: str, d: int) -> int:
     return total
 
 
+def counted(*arguments: object) -> int:
+    """Instructions of a whole run of the driver."""
+    command = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = re.search(r"Collected : (\d+)", done.stderr)
+    if done.returncode != 0 or found is None:
+        raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr}")
+    return int(found.group(1))
+
+
 def instructions(driver: Path, structure: str, d: int, updates: int, *recorder: int) -> int:
     """Instructions of one update, averaged over ``updates`` of them; ``recorder``: samples of a flight recorder."""
-    counts = []
-    for length in (updates, 2 * updates):
-        command = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", str(driver),
-                   str(STRUCTURES[structure]), str(d), str(2 * d), str(length), *map(str, recorder)]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
-        found = re.search(r"Collected : (\d+)", done.stderr)
-        if done.returncode != 0 or found is None:
-            raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr}")
-        counts.append(int(found.group(1)))
+    counts = [counted(driver, STRUCTURES[structure], d, 2 * d, n, *recorder) for n in (updates, 2 * updates)]
     return round((counts[1] - counts[0]) / updates)
+
+
+def watchful(driver: Path, d: int) -> dict[str, int]:
+    """Instructions of one update of the default head d -> 1: usual, at the first surprise, when a change is noticed."""
+    noticed = int(run(driver, 1, d, 0, 2 * CHANGE))
+    if noticed <= CHANGE:
+        raise RuntimeError(f"{driver}: expected a change to be noticed after update {CHANGE}, got {noticed}")
+
+    def between(first: int, last: int) -> int:
+        counts = [counted(driver, 1, d, 0, updates) for updates in (first, last)]
+        return round((counts[1] - counts[0]) / (last - first))
+
+    return {
+        "usual": between(CHANGE // 2, CHANGE),
+        "surprised": between(CHANGE, CHANGE + 1),
+        "noticed": between(noticed - 1, noticed),
+    }
 
 
 def build(folder: Path, name: str) -> Path:
@@ -86,6 +110,7 @@ def measure(folder: Path, quick: bool) -> dict[str, Any]:
         structure: {name: instructions(driver, structure, 16, 20) for name, driver in drivers.items()}
         for structure in STRUCTURES
     }
+    default_head = {name: watchful(driver, 16) for name, driver in drivers.items()}
     sweeps = {}
     for structure, sizes in {} if quick else SWEEP.items():
         points = []
@@ -101,7 +126,12 @@ def measure(folder: Path, quick: bool) -> dict[str, Any]:
         alone = heads[structure]["default"]
         counts = [instructions(drivers["default"], structure, 16, 20, samples) - alone for samples in (1000, 2)]
         recording[structure] = {"record": counts[0], "begin_half": counts[1] - counts[0]}
-    return {"update_16_32_1_float32": heads, "recording_16_32_1_float32": recording, "sweep_d_2d_1": sweeps}
+    return {
+        "update_16_1_default": default_head,
+        "update_16_32_1_float32": heads,
+        "recording_16_32_1_float32": recording,
+        "sweep_d_2d_1": sweeps,
+    }
 
 
 def broken_budgets(figures: dict[str, Any]) -> list[str]:
@@ -112,6 +142,12 @@ def broken_budgets(figures: dict[str, Any]) -> list[str]:
         for (name, count), budget in zip(figures["update_16_32_1_float32"][structure].items(), budgets, strict=True):
             if count > budget:
                 broken.append(f"{structure}, {name}: {count} instructions, budget {budget}")
+    for (name, counts), budget in zip(figures["update_16_1_default"].items(), WATCHFUL_BUDGET, strict=True):
+        if X86_64 and counts["usual"] > budget:
+            broken.append(f"default head, {name}: {counts['usual']} instructions, budget {budget}")
+        worst = max(counts.values())
+        if worst > LARGEST_WORST * counts["usual"]:
+            broken.append(f"default head, {name}: {worst} instructions, more than {LARGEST_WORST} times the usual")
     for structure, counts in figures["recording_16_32_1_float32"].items():
         budget = LARGEST_RECORDING * figures["update_16_32_1_float32"][structure]["default"]
         if structure == "neuron" and counts["record"] > budget:
@@ -123,7 +159,12 @@ def broken_budgets(figures: dict[str, Any]) -> list[str]:
 
 
 def show(figures: dict[str, Any]) -> None:
-    print("one update, 16 → 32 → 1 float32   instructions      budget   without AVX2      budget")
+    print("one update, 16 → 1, default head   instructions      budget   without AVX2      budget")
+    first, second = figures["update_16_1_default"].values()
+    for what in first:
+        most = WATCHFUL_BUDGET if what == "usual" else [round(LARGEST_WORST * x["usual"]) for x in (first, second)]
+        print(f"  {what:<32}{first[what]:>12,}{most[0]:>12,}{second[what]:>15,}{most[1]:>12,}")
+    print("\none update, 16 → 32 → 1 float32   instructions      budget   without AVX2      budget")
     for structure, counts in figures["update_16_32_1_float32"].items():
         default, baseline = BUDGET[structure]
         print(f"  {structure:<32}{counts['default']:>12,}{default:>12,}{counts['baseline']:>15,}{baseline:>12,}")

@@ -235,7 +235,8 @@ inline bool same_config(const kbt_config &a, const kbt_config &b) {
 // Numbers of a MemberStore, as a double.
 inline double member_numbers(const kbt_config &cfg) {
   const double M = cfg.widths[0] + 1.0, O = cfg.widths[1], noise = cfg.noise == KBT_NOISE_FULL ? O * O : O;
-  return 9.0 * (O * M + noise) + 8.0 * M + 4.0 * M * (M - 1.0) + 16.0 + MemberStore<float>::kBook;
+  const double member = O * M + M + M * (M - 1.0) / 2.0 + noise + 1.0;  // eight of them, and the one that is kept
+  return 9.0 * member + O * M + noise + 8.0 + MemberStore<float>::kBook;
 }
 
 // Bytes of a state with this configuration and this many numbers of noise, as a double, which cannot wrap around.

@@ -156,7 +156,7 @@ class Bank {
     const bool softmax = cfg_->output == KBT_SOFTMAX;
     log_density_[kFresh + 1] = log_density_[kFresh];  // there is no member for the plant as it was before
     evidence_.note_size(input_size());
-    evidence_.weigh_in(log_density_, softmax ? rows_ : rows_ * outputs());
+    evidence_.weigh_in(log_density_, softmax ? rows_ : rows_ * outputs(), true);
     int floored = 0;
     for (Index k = 0; k < kMost; ++k) {
       floored += filters_[k].learn();

@@ -24,7 +24,7 @@ constexpr int kSizeMemory = 1000;    // samples that the mean of |z|^2 remembers
 
 struct MemberEvent {
   int kind;         // KBT_NO_CHANGE, KBT_CHANGED, KBT_RETURNED
-  int age;          // rows since the fresh member began
+  int age;          // updates since then
   double evidence;  // nats
 };
 
@@ -47,6 +47,8 @@ struct Evidence {
     kReturns,
     kLead,
     kBeforeLead,
+    kFreshUpdates,
+    kBeforeUpdates,
     kBook
   };
 
@@ -63,12 +65,12 @@ struct Evidence {
     for (Index l = 0; l < kRegular; ++l) log_weights[l] = log_share;
   }
   void begin_fresh(bool suspicious) {
-    book[kEvidence] = book[kLead] = book[kFreshAge] = T(0);
+    book[kEvidence] = book[kLead] = book[kFreshAge] = book[kFreshUpdates] = T(0);
     book[kSuspicious] = T(suspicious);
   }
   void begin_before() {
     book[kHasBefore] = T(1);
-    book[kBeforeEvidence] = book[kBeforeLead] = book[kBeforeAge] = T(0);
+    book[kBeforeEvidence] = book[kBeforeLead] = book[kBeforeAge] = book[kBeforeUpdates] = T(0);
   }
   Index best() const {
     Index best = 0;
@@ -98,8 +100,9 @@ struct Evidence {
     if (seen < T(kSizeMemory)) book[kSeen] = seen + T(1);
   }
 
-  // (9.1) for one sample of `outputs` numbers, from the members' log densities.
-  void weigh_in(const T *log_density, Index outputs) {
+  // (9.1) for one sample of `outputs` numbers, from the members' log densities. An update of several rows may be
+  // several samples; the first of them begins a new update.
+  void weigh_in(const T *log_density, Index outputs, bool new_update) {
     T best = log_density[0], top = log_weights[0] + log_density[0];
     for (Index l = 1; l < kRegular; ++l) {
       best = log_density[l] > best ? log_density[l] : best;
@@ -112,7 +115,7 @@ struct Evidence {
       whole += exp_negative(log_weights[l]);
     }
     const T mixture = top + log_positive(sum / whole);
-    gain_evidence(log_density[kFresh] - mixture, log_density[kBefore] - mixture);
+    gain_evidence(log_density[kFresh] - mixture, log_density[kBefore] - mixture, T(new_update));
 
     const T least = best - T(kCap) * T(outputs);
     T highest = T(0);
@@ -128,36 +131,49 @@ struct Evidence {
     }
   }
   // Evidence gives a challenger its weight and is not saved up for worse times; its lead is the whole sum.
-  void gain_evidence(T fresh, T before) {
+  void gain_evidence(T fresh, T before, T new_update) {
     const auto capped = [](T x) { return x > T(kCap) ? T(kCap) : (x < T(-kCap) ? T(-kCap) : x); };
     const auto at_most = [](T x) { return x < T(kMostProof) ? x : T(kMostProof); };
     const T gain = capped(fresh), regain = capped(before);
     book[kEvidence] = at_most(book[kEvidence] + gain);
     book[kLead] += gain;
+    book[kFreshUpdates] += book[kFreshAge] > T(0) ? new_update : T(1);
     book[kFreshAge] += T(1);
     const T sum = book[kHasBefore] > T(0) ? at_most(book[kBeforeEvidence] + regain) : T(0);
     const bool ahead = sum > T(0);
     book[kBeforeEvidence] = ahead ? sum : T(0);
     book[kBeforeLead] = ahead ? book[kBeforeLead] + regain : T(0);
+    book[kBeforeUpdates] = ahead ? book[kBeforeUpdates] + (book[kBeforeAge] > T(0) ? new_update : T(1)) : T(0);
     book[kBeforeAge] = ahead ? book[kBeforeAge] + T(1) : T(0);
   }
 
   // After a sample: has the plant changed, or gone back?
   MemberEvent decide() {
-    const int age = static_cast<int>(book[kFreshAge]), back = static_cast<int>(book[kBeforeAge]);
-    const double lead = static_cast<double>(book[kLead]), before = static_cast<double>(book[kBeforeLead]);
-    if (back >= patience() && before > kLeadRate * back) {
-      if (book[kReturns] < T(kMostReturns)) book[kReturns] += T(1);
-      return {KBT_RETURNED, back, before};
+    const int age = counted(kFreshAge), back = counted(kBeforeAge), returns = counted(kReturns);
+    const T lead = book[kLead], before = book[kBeforeLead];
+    if (back >= patience() && before > T(kLeadRate) * T(back)) {
+      if (returns < kMostReturns) book[kReturns] += T(1);
+      return {KBT_RETURNED, counted(kBeforeUpdates), static_cast<double>(before)};
     }
-    if (age >= patience() && lead > kLeadRate * age) return {KBT_CHANGED, age, lead};
+    if (age >= patience() && lead > T(kLeadRate) * T(age)) {
+      return {KBT_CHANGED, counted(kFreshUpdates), static_cast<double>(lead)};
+    }
     return {KBT_NO_CHANGE, 0, 0.0};
   }
-  int patience() const { return kYoung << static_cast<int>(book[kReturns]); }
+  int patience() const {
+    const int returns = counted(kReturns);
+    return kYoung << (returns < kMostReturns ? returns : kMostReturns);
+  }
   // The fresh member, of a head with M inputs, has lived long enough or has been proved wrong.
   bool fresh_is_due(Index M) const {
-    const int age = static_cast<int>(book[kFreshAge]);
+    const int age = counted(kFreshAge);
     return (age >= kLives * M && age >= kLives * patience()) || book[kEvidence] < T(-kProof);
+  }
+
+ private:
+  int counted(int entry) const {  // a blob may hold any number
+    const T x = book[entry];
+    return x > T(0) ? static_cast<int>(x < T(1 << 20) ? x : T(1 << 20)) : 0;
   }
 };
 

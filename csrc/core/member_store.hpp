@@ -11,17 +11,20 @@ namespace kbt {
 constexpr double kNarrow = 30.0;  // variance of an output before any data, of the member for noisy targets
 constexpr int kBriefMemory = 10;  // samples that the noise of the member for noisy targets remembers
 
+template <class T>  // not double: a Cortex-M4F has no instructions for it
 struct MemberKind {
-  double prior;      // variance of an output before any data
-  double walk;       // added to the variance of an output per sample, by a random walk of all weights
-  double bias_walk;  // the same, of the bias alone
+  T prior;      // variance of an output before any data
+  T walk;       // added to the variance of an output per sample, by a random walk of all weights
+  T bias_walk;  // the same, of the bias alone
   int noise_memory;
 };
 // still, noisy, three random walks, an offset that walks, fresh, and the best member before the latest change
-constexpr MemberKind kMembers[kLanes] = {{kWide, 0.0, 0.0, kNoiseMemory},  {kNarrow, 0.0, 0.0, kBriefMemory},
-                                         {kWide, 2e-4, 0.0, kNoiseMemory}, {kWide, 5e-3, 0.0, kNoiseMemory},
-                                         {kWide, 2e-1, 0.0, kNoiseMemory}, {kWide, 0.0, 1e-2, kNoiseMemory},
-                                         {kWide, 0.0, 0.0, kNoiseMemory},  {kWide, 0.0, 0.0, kNoiseMemory}};
+template <class T>
+constexpr MemberKind<T> kMembers[kLanes] = {
+    {T(kWide), T(0), T(0), kNoiseMemory},    {T(kNarrow), T(0), T(0), kBriefMemory},
+    {T(kWide), T(2e-4), T(0), kNoiseMemory}, {T(kWide), T(5e-3), T(0), kNoiseMemory},
+    {T(kWide), T(2e-1), T(0), kNoiseMemory}, {T(kWide), T(0), T(1e-2), kNoiseMemory},
+    {T(kWide), T(0), T(0), kNoiseMemory},    {T(kWide), T(0), T(0), kNoiseMemory}};
 
 // The learned numbers, lane = member. All in one piece of memory, in this order.
 template <class T>
@@ -45,6 +48,7 @@ struct MemberStore : Evidence<T, 6> {
   bool learns_noise;
   T prior_var;                     // of a weight, in units of the noise; 0: from the size of the inputs
   T *first_weights, *first_noise;  // O x M; O, or O x O
+  T *kept;                         // one member, as the best was when the fresh member began: W, d, u, R, age
   T *W;                            // O x M x 8
   T *d, *u;                        // LaneUD
   T *R;                            // O x 8, or O x O x 8
@@ -52,8 +56,9 @@ struct MemberStore : Evidence<T, 6> {
 
   Index noise_count() const { return matrix ? O * O : O; }
   Index count() const {
-    return (O * M + noise_count()) * (1 + L) + M * L + LaneUD<T>::u_count(M) + 2 * L + kBook;
+    return O * M + noise_count() + (kept_count() + 1) * L + kept_count() + kBook;
   }
+  Index kept_count() const { return O * M + M + LaneUD<T>::u_count(M) / L + noise_count() + 1; }  // of one member
   void place(T *at) {
     const auto take = [&](T *&piece, Index count) {
       piece = at;
@@ -67,6 +72,7 @@ struct MemberStore : Evidence<T, 6> {
     take(ages, L);
     take(first_weights, O * M);
     take(first_noise, noise_count());
+    take(kept, kept_count());
     take(book, kBook);
   }
   // Calls value(x) for each number and variance(x) for those that cannot be negative.
@@ -83,6 +89,11 @@ struct MemberStore : Evidence<T, 6> {
     all(ages, L, variance);
     all(first_weights, O * M, value);
     all(first_noise, noise_count(), value);
+    const Index u_count = LaneUD<T>::u_count(M) / L;
+    all(kept, O * M, value);
+    all(kept + O * M, M, variance);
+    all(kept + O * M + M, u_count, value);
+    all(kept + O * M + M + u_count, noise_count() + 1, value);
     all(book, kBook, value);
   }
 
@@ -95,7 +106,7 @@ struct MemberStore : Evidence<T, 6> {
 
   // Prior variance of a weight of member l when inputs have this |z|^2.
   T prior_of(Index l, T size) const {
-    const T kind = T(kMembers[l].prior);
+    const T kind = kMembers<T>[l].prior;
     return prior_var > T(0) ? prior_var * (kind / T(kWide)) : kind / size;
   }
 
@@ -107,23 +118,26 @@ struct MemberStore : Evidence<T, 6> {
     for (Index i = 0; i < noise_count() * L; ++i) R[i] = first_noise[i / L];
     fill(ages, T(0), L);
     Evidence<T, 6>::reset();
+    keep_best();
   }
   // The noise with which members begin, and that of all of them from now on: O variances.
   void set_noise(const T *values) {
     for (Index i = 0; i < noise_count(); ++i) {
       first_noise[i] = !matrix ? values[i] : i % (O + 1) == 0 ? values[i / (O + 1)] : T(0);
       for (Index l = 0; l < L; ++l) R[i * L + l] = first_noise[i];
+      kept[kept_count() - 1 - noise_count() + i] = first_noise[i];
     }
   }
   // (9.3): P + Q for the members that walk, never above the prior.
   void walk() {
     for (Index l = 0; l < kRegular; ++l) {
-      const MemberKind &kind = kMembers[l];
-      if (!(kind.walk > 0.0) && !(kind.bias_walk > 0.0)) continue;
-      const T most = prior_of(l, size()), every = T(kind.walk) / size();
-      for (Index p = 0; p < (kind.walk > 0.0 ? M : 1); ++p) {
+      const MemberKind<T> &kind = kMembers<T>[l];
+      const bool all = kind.walk > T(0);
+      if (!all && !(kind.bias_walk > T(0))) continue;
+      const T most = prior_of(l, size()), step = all ? kind.walk / size() : kind.bias_walk;
+      for (Index p = 0; p < (all ? M : 1); ++p) {
         T &x = d[p * L + l];
-        const T limit = x > most ? x : most, raised = x + (kind.walk > 0.0 ? every : T(kind.bias_walk));
+        const T limit = x > most ? x : most, raised = x + step;
         x = raised < limit ? raised : limit;
       }
     }
@@ -132,7 +146,7 @@ struct MemberStore : Evidence<T, 6> {
   // (8.2), with the weight of the robust step.
   void learn_noise(const T *error, const T *weight, const T *c) {
     for (Index l = 0; l < kBefore; ++l) {
-      const T age = ages[l], memory = T(kMembers[l].noise_memory);
+      const T age = ages[l], memory = T(kMembers<T>[l].noise_memory);
       const T rate = T(1) / (age + T(kAdaptStart) < memory ? age + T(kAdaptStart) : memory),
               scale = weight[l] / (T(1) + c[l]);
       if (age < T(kSizeMemory)) ages[l] = age + T(1);
@@ -207,31 +221,47 @@ struct MemberStore : Evidence<T, 6> {
     return event;
   }
 
+  // Calls visit(lanes, count, kept, first, otherwise) for the parts of a member: `count` numbers, and what begin_fresh
+  // sets them to.
+  template <class Visit>
+  void each_part(Visit visit) {
+    const Index u_count = LaneUD<T>::u_count(M) / L;
+    T *at = kept;
+    const auto part = [&](T *lanes, Index count, const T *first, T otherwise) {
+      visit(lanes, count, at, first, otherwise);
+      at += count;
+    };
+    const T *const none = nullptr;
+    part(W, O * M, first_weights, T(0));
+    part(d, M, none, this->begun() ? prior_of(kFresh, size()) : T(0));
+    part(u, u_count, none, T(0));
+    part(R, noise_count(), first_noise, T(0));
+    part(ages, 1, none, T(0));
+  }
+  // The best regular member is kept as it is: a change that begins now will be noticed much later.
+  void keep_best() {
+    const Index best = this->best();
+    each_part([&](const T *x, Index count, T *to, const T *, T) {
+      for (Index i = 0; i < count; ++i) to[i] = x[i * L + best];
+    });
+  }
   void begin_fresh(bool suspicious) {
-    const T prior = prior_of(kFresh, size());
-    for (Index p = 0; p < M; ++p) d[p * L + kFresh] = prior;
-    for (Index i = kFresh; i < LaneUD<T>::u_count(M); i += L) u[i] = T(0);
-    for (Index i = 0; i < O * M; ++i) W[i * L + kFresh] = first_weights[i];
-    for (Index i = 0; i < noise_count(); ++i) R[i * L + kFresh] = first_noise[i];
-    ages[kFresh] = T(0);
+    keep_best();
+    each_part([&](T *x, Index count, T *, const T *first, T otherwise) {
+      for (Index i = 0; i < count; ++i) x[i * L + kFresh] = first != nullptr ? first[i] : otherwise;
+    });
     Evidence<T, 6>::begin_fresh(suspicious);
   }
 
-  // The regular members go on from member `from`; the best of them is kept as it was.
+  // The regular members go on from member `from`. What was the best when the fresh member began is the one before.
   void replace_members(Index from) {
-    const Index best = this->best();
-    const auto each = [&](T *x, Index n) {
-      for (Index i = 0; i < n; ++i, x += L) {
-        const T value = x[from], kept = x[best];
+    each_part([&](T *x, Index count, const T *before, const T *, T) {
+      for (Index i = 0; i < count; ++i, x += L) {
+        const T value = x[from];
         for (Index l = 0; l < kRegular; ++l) x[l] = value;
-        x[kBefore] = kept;
+        x[kBefore] = before[i];
       }
-    };
-    each(W, O * M);
-    each(d, M);
-    each(u, LaneUD<T>::u_count(M) / L);
-    each(R, noise_count());
-    each(ages, 1);
+    });
     this->even_weights();
     begin_fresh(false);
     this->begin_before();

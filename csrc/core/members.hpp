@@ -113,6 +113,7 @@ class Members {
     Judged judged{T(0), T(0)};
     if (!s.begun()) {
       for (Index i = 0; i < s.M * L; ++i) s.d[i] = first_d_[i];
+      s.keep_best();
     }
     event = {KBT_NO_CHANGE, 0, 0.0};
     for (Index a = 0; a < rows_; ++a) {
@@ -196,7 +197,7 @@ class Members {
     for (Index i = 0; i < s.O * L; ++i) error_[i] = y[i / L] - means[i];
     for (Index l = 0; l < L; ++l) judge(s, l, c[l], given, nis[l], log_density[l]);
     const T all = mixed_density(weights_, log_density, L);
-    s.weigh_in(log_density, s.O);
+    s.weigh_in(log_density, s.O, a == 0);
     for (Index l = 0; l < L; ++l) {  // the robust step, (8.3)
       const T most = T(kHuber) * T(s.O), noise = given == nullptr ? T(1) : relative_noise(s, l, given);
       weight[l] = nis[l] > most ? most / nis[l] : T(1);

@@ -223,7 +223,7 @@ def test_the_variance_of_a_probability_is_near_that_of_monte_carlo() -> None:
 def test_the_default_prior_narrows_with_the_width_of_h() -> None:
     for d, expected in ((4, 1.0), (16, 1.0), (64, 0.25)):
         assert kbt.Head(np.zeros((2, d)), output="softmax").config["prior_var"] == pytest.approx((expected,))
-    assert kbt.Head(np.zeros((2, 64))).config["prior_var"] == (10.0,)
+    assert kbt.Head(np.zeros((2, 64)), drift=0.0).config["prior_var"] == (10.0,)
 
 
 def test_one_row_needs_no_work_that_grows_with_the_cube_of_the_classes() -> None:

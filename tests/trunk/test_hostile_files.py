@@ -337,7 +337,7 @@ INTEGERS = [
     "relu_order",
     "softmax_order",
 ]
-REALS = [*(f"prior_var[{i}]" for i in range(8)), "noise_var", "input_var", "forgetting", "gate"]
+REALS = [*(f"prior_var[{i}]" for i in range(8)), "noise_var", "input_var", "forgetting", "gate", "drift"]
 SAMPLES = HEADER + 4 * len(INTEGERS) + 8 * len(REALS)
 COUNT = SAMPLES + 8
 NOISE = COUNT + 4
@@ -489,12 +489,12 @@ def test_a_state_whose_factors_are_finite_and_whose_covariance_is_not_is_rejecte
 
 
 def test_a_state_that_asks_for_more_memory_than_it_may_is_rejected_before_it_gets_any() -> None:
-    head = kbt.Head(np.ones((2, 3)))
+    head = kbt.Head(np.ones((2, 3)), drift=0.0)
     blob = bytearray(head.to_bytes())
     struct.pack_into("<i", blob, HEADER + 4 * INTEGERS.index("max_rows"), 3000)
     with pytest.raises(BundleError, match=r"expected a head of at most 1342\d+ bytes, got one of .*max_rows 3000"):
         kbt.Head.from_bytes(sealed(blob))
-    many = kbt.Head(np.ones((1, 3)), max_rows=500)
+    many = kbt.Head(np.ones((1, 3)), max_rows=500, drift=0.0)
     assert kbt.Head.from_bytes(many.to_bytes(), max_memory=many.nbytes).nbytes == many.nbytes
     with pytest.raises(BundleError, match=f"at most {many.nbytes - 1} bytes"):
         kbt.Head.from_bytes(many.to_bytes(), max_memory=many.nbytes - 1)
@@ -571,7 +571,7 @@ def test_no_hostile_bundle_opens_a_file_outside_or_takes_more_than_a_multiple_of
     pytest.importorskip("onnxruntime", reason="the good bundle among them is to run")
     root = tmp_path / "bundles"
     entry = bundles.BundleInput("x", (1, 4), "float32", (0.0,), (1.0,))
-    state = kbt.Head(np.ones((2, 3))).to_bytes()
+    state = kbt.Head(np.ones((2, 3)), drift=0.0).to_bytes()
     good = bundles.Bundle(trunk=GOOD, head=state, inputs=(entry,), rows=1, d=3, offset=(0.0,), scale=(1.0,))
     outside = tmp_path / "outside"
     outside.mkdir()
