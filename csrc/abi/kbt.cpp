@@ -2,6 +2,7 @@
 #include "kbt.h"
 
 #include "as_head.hpp"
+#include "config.hpp"
 #include "health.hpp"
 #include "state.hpp"
 
@@ -113,61 +114,6 @@ kbt_head *lay_out(const kbt_config &cfg, void *memory) {
   return head;
 }
 
-bool within(double x, double low, double high) {
-  return x >= low && x <= high;
-}  // false for NaN
-
-// Name of the first setting that is out of range or contradicts another; NULL if none.
-const char *bad_setting(const kbt_config &cfg) {
-  constexpr int kWidest = 1 << 20;
-  constexpr double kLargest = 1e12, kSmallest = 1e-30;
-#ifdef KBT_NO_FLOAT64
-  if (cfg.dtype != KBT_FLOAT32) return "dtype";
-#else
-  if (cfg.dtype != KBT_FLOAT32 && cfg.dtype != KBT_FLOAT64) return "dtype";
-#endif
-  if (cfg.layers < 1 || cfg.layers > KBT_MAX_LAYERS) return "layers";
-  for (int i = 0; i <= cfg.layers; ++i) {
-    if (cfg.widths[i] < 1 || cfg.widths[i] > kWidest) return "widths";
-  }
-  if (cfg.max_rows < 1 || cfg.max_rows > kWidest) return "max_rows";
-  if (cfg.output != KBT_GAUSSIAN && cfg.output != KBT_SOFTMAX) return "output";
-  if (cfg.output == KBT_SOFTMAX && cfg.widths[cfg.layers] < 2) return "widths";
-  if (cfg.covariance < KBT_FULL || cfg.covariance > KBT_DIAGONAL) return "covariance";
-  if (cfg.rule != KBT_FUSE && cfg.rule != KBT_REPLACE) return "rule";
-  if (cfg.rule == KBT_REPLACE && cfg.output == KBT_SOFTMAX) return "rule";
-  if (cfg.noise < KBT_NOISE_CONSTANT || cfg.noise > KBT_NOISE_FULL) return "noise";
-  if (cfg.noise == KBT_NOISE_FULL && !kbt::has_members(cfg)) return "noise";
-  if (cfg.noise == KBT_NOISE_ADAPTIVE && (cfg.output != KBT_GAUSSIAN || cfg.rule != KBT_FUSE)) return "noise";
-  if (cfg.noise == KBT_NOISE_MULTINOMIAL && cfg.output != KBT_SOFTMAX) return "noise";
-  if (cfg.relu_order < 2 || cfg.relu_order > 12) return "relu_order";
-  if (cfg.softmax_order < 0 || cfg.softmax_order > 2) return "softmax_order";
-  for (int i = 0; i < cfg.layers; ++i) {
-    if (cfg.prior_var[i] != 0.0 && !within(cfg.prior_var[i], kSmallest, kLargest)) return "prior_var";
-  }
-  if (!within(cfg.noise_var, 0.0, kLargest)) return "noise_var";
-  if (!within(cfg.input_var, 0.0, kLargest)) return "input_var";
-  if (!within(cfg.forgetting, 1e-3, 1.0)) return "forgetting";
-  if (cfg.drift != KBT_DRIFT_AUTO && !within(cfg.drift, 0.0, 1e6)) return "drift";
-  if (!within(cfg.gate, 0.0, std::numeric_limits<double>::max())) return "gate";
-  return nullptr;
-}
-
-// Unused entries of the fixed arrays are zeroed, so that equal configurations have equal bytes. Automatic settings are
-// filled in.
-kbt_config canonical(const kbt_config &given) {
-  kbt_config cfg = given;
-  if (cfg.rule == KBT_REPLACE && cfg.drift < 0.0) cfg.drift = 0.0;  // its likelihood weighs nothing
-  for (int i = 0; i < cfg.layers && cfg.drift >= 0.0; ++i) {
-    if (!(cfg.prior_var[i] > 0.0)) cfg.prior_var[i] = kbt::automatic_prior(cfg, i);
-  }
-  for (int i = cfg.layers; i < KBT_MAX_LAYERS; ++i) {
-    cfg.widths[i + 1] = 0;
-    cfg.prior_var[i] = 0.0;
-  }
-  return cfg;
-}
-
 }  // namespace
 
 uint32_t kbt_abi_version(void) {
@@ -230,7 +176,7 @@ void kbt_config_single(kbt_config *cfg, int32_t d, int32_t d_o) {
 kbt_status kbt_config_check(const kbt_config *cfg, const char **field) {
   if (field != nullptr) *field = "";
   if (cfg == nullptr) return KBT_E_NULL;
-  const char *bad = bad_setting(*cfg);
+  const char *bad = kbt::bad_setting(*cfg);
   if (field != nullptr && bad != nullptr) *field = bad;
   if (bad != nullptr) return KBT_E_CONFIG;
   if (planned_bytes_of(*cfg) != 0) return KBT_OK;
@@ -239,7 +185,7 @@ kbt_status kbt_config_check(const kbt_config *cfg, const char **field) {
 }
 
 size_t kbt_arena_bytes(const kbt_config *cfg) {
-  return cfg != nullptr && bad_setting(*cfg) == nullptr ? planned_bytes_of(*cfg) : 0;
+  return cfg != nullptr && kbt::bad_setting(*cfg) == nullptr ? planned_bytes_of(*cfg) : 0;
 }
 
 size_t kbt_record_bytes(int32_t dtype) {
@@ -256,11 +202,11 @@ kbt_status kbt_init(const kbt_config *cfg, void *arena, size_t arena_bytes, kbt_
   std::memset(arena, 0, planned_bytes_of(*cfg));
 #ifndef KBT_NO_FLOAT64
   if (cfg->dtype == KBT_FLOAT64) {
-    *head = lay_out<double>(canonical(*cfg), arena);
+    *head = lay_out<double>(kbt::canonical(*cfg), arena);
     return KBT_OK;
   }
 #endif
-  *head = lay_out<float>(canonical(*cfg), arena);
+  *head = lay_out<float>(kbt::canonical(*cfg), arena);
   return KBT_OK;
 }
 
@@ -466,7 +412,7 @@ kbt_status kbt_state_config(const void *blob, size_t size, kbt_config *cfg) {
   const kbt_status status = kbt::read_header(static_cast<const unsigned char *>(blob), size, found, version);
   if (status != KBT_OK) return status;
   if (kbt_config_check(&found, nullptr) != KBT_OK) return KBT_E_BLOB_VALUE;
-  if (!kbt::same_config(found, canonical(found))) return KBT_E_BLOB_VALUE;
+  if (!kbt::same_config(found, kbt::canonical(found))) return KBT_E_BLOB_VALUE;
   const double n = found.widths[found.layers], bytes = static_cast<double>(size);
   if (bytes != kbt::state_bytes(found, n, version) && bytes != kbt::state_bytes(found, n * n, version)) {
     return KBT_E_BLOB_VALUE;

@@ -324,8 +324,7 @@ kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size
     if (!valid) return KBT_E_BLOB_VALUE;
     if (head.has_members()) {
       const T most = std::numeric_limits<T>::max() / T(head.store().M);
-      head.store().visit([&](T &x) { take(x, kAny); },
-                         [&](T &x) { valid = take(x, T(0)) <= most && valid; });
+      head.store().visit([&](T &x) { take(x, kAny); }, [&](T &x) { valid = take(x, T(0)) <= most && valid; });
     }
     for (Index k = 0; !head.has_members() && k < head.bank().count(); ++k) {
       if (k > 0) read_noise(head.bank().filter(k).noise());

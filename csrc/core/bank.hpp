@@ -162,8 +162,8 @@ class Bank {
       floored += filters_[k].learn();
       if (ages_[k] < T(kSizeMemory)) ages_[k] += T(1);
     }
-    const bool surprised = softmax ? judged.log_density < T(-kSurpriseNats) * T(rows_)
-                                   : judged.nis > T(kSurprise) * T(rows_ * outputs());
+    const bool surprised =
+        softmax ? judged.log_density < T(-kSurpriseNats) * T(rows_) : judged.nis > T(kSurprise) * T(rows_ * outputs());
     event = evidence_.decide();
     if (event.kind != KBT_NO_CHANGE) {
       change();

@@ -2,8 +2,8 @@
 // and begun anew. method.md §9 has the rules and where the constants come from.
 #pragma once
 
-#include "kbt.h"
 #include "algebra.hpp"
+#include "kbt.h"
 #include "normal.hpp"
 #include "views.hpp"
 

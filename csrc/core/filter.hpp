@@ -4,55 +4,23 @@
 
 #include <utility>
 
-#include "arena.hpp"
-#include "kbt.h"
-#include "layer.hpp"
-#include "measurement.hpp"
-#include "noise.hpp"
+#include "filter_parts.hpp"
 #include "prior.hpp"
-#include "relu.hpp"
 
 namespace kbt {
 
 template <class T>
-class Filter {
+class Filter : public FilterParts<T> {
+  using Parts = FilterParts<T>;
+  using Parts::adapts_, Parts::adjoint_, Parts::cfg_, Parts::cov_, Parts::kind_, Parts::layers_, Parts::log_likelihood_;
+  using Parts::dense_output, Parts::fuse, Parts::has_other_cov, Parts::has_own_noise, Parts::input_cov,
+      Parts::learns_noise;
+  using Parts::mean_noise, Parts::noise_known, Parts::prior_of, Parts::robust, Parts::softmax_output;
+  using Parts::measurement_, Parts::nis_, Parts::noise_, Parts::other_cov_, Parts::other_z_, Parts::relu_;
+  using Parts::rows_, Parts::series_, Parts::u_, Parts::variances_, Parts::weight_, Parts::work_;
+
  public:
-  // ---- arena -------------------------------------------------------------------------------------------------------
-
-  // What is learned, then scratch. Without a base only the sizes are computed.
-  void plan_learned(const kbt_config &config, int which, Arena &arena) {
-    cfg_ = &config;
-    kind_ = filter_kind(config, which);
-    for (Index i = 0; i < layers(); ++i) {
-      Posterior<T> &w = layers_[i].w;
-      w.shape(config, i);
-      w.mean = arena.take<T>(w.mean_count());
-      w.u = arena.take<T>(w.u_count());
-      w.d = arena.take<T>(w.d_count());  // right behind U: see project_group
-    }
-    noise_.kind = config.noise;
-    noise_.n = outputs();
-    noise_.values = arena.take<T>(NoiseModel<T>::capacity(config.noise, outputs()));
-  }
-
-  void plan_scratch(Arena &arena) {
-    plan_layers(arena);
-    plan_measurement(arena);
-  }
-
-  // Largest number of elements any single array takes, as a double: an overflow is seen before an integer could wrap.
-  static double largest_array(const kbt_config &cfg) {
-    const double rows = cfg.max_rows, rank = rows * cfg.widths[cfg.layers];
-    double largest = rank * rank;
-    for (int i = 0; i < cfg.layers; ++i) {
-      const double n = cfg.widths[i + 1] + 8.0, m = cfg.widths[i] + 9.0;
-      const double members = cfg.covariance == KBT_FULL ? n : 1.0, M = members * m, group = rows * members;
-      const double sizes[] = {n / members * M * M, n * rows * M * members, (1 + rank) * rows * n, rows * n * rows * n,
-                              rows * m * rows * m, rank * M * 8,           rank * rank * 8,       group * group * 8};
-      for (const double size : sizes) largest = largest < size ? size : largest;
-    }
-    return largest;
-  }
+  using Parts::inputs, Parts::layers, Parts::outputs;
 
   void start() {
     for (Index i = 0; i < layers(); ++i) layers_[i].loops.choose();
@@ -83,14 +51,6 @@ class Filter {
     }
   }
 
-  Index layers() const { return cfg_->layers; }
-  Index inputs() const { return cfg_->widths[0]; }
-  Index outputs() const { return cfg_->widths[cfg_->layers]; }
-  Posterior<T> &weights(Index layer) { return layers_[layer].w; }
-  const Posterior<T> &weights(Index layer) const { return layers_[layer].w; }
-  const NoiseModel<T> &noise() const { return noise_; }
-  NoiseModel<T> &noise() { return noise_; }
-  const T *input(Index row) const { return layers_[0].input(row); }  // h of the latest forward pass
   // The learned numbers are elsewhere from now on.
   void move(std::ptrdiff_t by) {
     for (Index i = 0; i < layers(); ++i) {
@@ -237,95 +197,6 @@ class Filter {
   }
 
  private:
-  // ---- arena, continued --------------------------------------------------------------------------------------------
-
-  struct Piece {  // of the arena: where its address goes, and how many numbers it has
-    T **at;
-    Index count;
-  };
-  template <std::size_t n>
-  static void take(Arena &arena, const Piece (&pieces)[n]) {
-    for (const Piece &piece : pieces) *piece.at = arena.take<T>(piece.count);
-  }
-
-  void plan_layers(Arena &arena) {
-    const Index rows = cfg_->max_rows, rank = rows * outputs();
-    for (Index i = 0; i < layers(); ++i) {
-      Layer<T> &layer = layers_[i];
-      const Posterior<T> &w = layer.w;
-      take(arena, {{&layer.z, rows * w.z_stride},
-                   {&layer.F, w.projection_count(rows)},
-                   {&layer.weight_var, cfg_->covariance == KBT_DIAGONAL ? 0 : rows * rows * w.stride},
-                   {&relu_[i].gates, rows * w.stride},
-                   {&variances_[i], rows * w.stride},
-                   {&adjoint_[i], (1 + rank) * rows * w.stride}});
-    }
-    Index cov[2] = {0, input_cov(nullptr, rows).count()}, u = 0, series = 0;
-    WorkSizes sizes{};
-    const auto at_least = [](Index &x, Index y) { x = x < y ? y : x; };
-    for (Index i = 0; i < layers(); ++i) {
-      const Posterior<T> &w = layers_[i].w;
-      at_least(cov[i % 2], Cov<T>::count(dense_output(i), rows, w.n, w.stride));
-      at_least(u, rows * w.stride);
-      at_least(series, Relu<T>::series_count(rows, w.stride, cfg_->relu_order));
-      sizes.grow_to(WorkSizes::of(w, rows, rank, fuse(), i == layers() - 1 && separate_last_layer()));
-    }
-    take(arena, {{&other_z_, rows * layers_[0].w.z_stride},
-                 {&noise_.scratch, NoiseModel<T>::capacity(cfg_->noise, outputs())},
-                 {&cov_[0], cov[0] + kLanes},  // zeros behind it: see input_group
-                 {&cov_[1], cov[1] + kLanes},
-                 {&u_, u},
-                 {&series_, series},
-                 {&work_.vector, sizes.vector},
-                 {&work_.inner, sizes.inner},
-                 {&work_.step, sizes.step},
-                 {&work_.H, sizes.H},
-                 {&work_.Q, sizes.Q},
-                 {&work_.B, sizes.B},
-                 {&work_.O, sizes.O}});
-  }
-
-  void plan_measurement(Arena &arena) {
-    const Index rows = cfg_->max_rows, rank = rows * outputs();
-    const Index square = Measurement<T>::square_count(rows, outputs());
-    take(arena, {{&measurement_.mean, rank},
-                 {&measurement_.p, softmax_output() ? rank : 0},
-                 {&measurement_.map, softmax_output() ? rank * outputs() : 0},
-                 {&measurement_.innovation, rank},
-                 {&measurement_.L, square},
-                 {&measurement_.X, square},
-                 {&measurement_.N, !fuse() || noise_known() ? square : 0},
-                 {&measurement_.vectors, fuse() ? 0 : square},
-                 {&measurement_.signs, rank},
-                 {&measurement_.kappa, moment_softmax(*cfg_) ? rank : 0},
-                 {&measurement_.scale, moment_softmax(*cfg_) ? rows : 0},
-                 {&other_cov_, noise_known() ? square + 2 * rank : 0}});
-  }
-
-  // ---- what the configuration implies ------------------------------------------------------------------------------
-
-  bool fuse() const { return cfg_->rule == KBT_FUSE; }
-  bool softmax_output() const { return cfg_->output == KBT_SOFTMAX; }
-  bool learns_noise() const { return cfg_->noise == KBT_NOISE_ADAPTIVE; }
-  bool robust() const { return !softmax_output() && fuse() && (learns_noise() || cfg_->drift < 0.0); }
-
-  // Neurons of a layer are correlated when their weights are (`full`), or through a shared uncertain input. The last
-  // layer's covariance is kept dense, for the measurement.
-  bool dense_output(Index i) const {
-    return i == layers() - 1 || cfg_->covariance == KBT_FULL || i > 0 || cfg_->input_var > 0.0;
-  }
-  // All weights of the last layer are in one group, so its measurement noise is known without cancellation.
-  bool whole_last_layer() const {
-    return cfg_->covariance == KBT_FULL || (cfg_->covariance == KBT_NEURON && outputs() == 1);
-  }
-  // The same for independent neurons, each with the others as part of its noise. Worth its time where the noise can be
-  // small beside the variances, which is the gaussian case.
-  bool separate_last_layer() const {
-    return cfg_->covariance == KBT_NEURON && outputs() > 1 && fuse() && cfg_->output == KBT_GAUSSIAN;
-  }
-  bool noise_known() const { return whole_last_layer() || separate_last_layer(); }
-  bool has_other_cov() const { return layers() > 1 || cfg_->input_var > 0.0 || !fuse(); }
-
   // ---- forward, in parts -------------------------------------------------------------------------------------------
 
   void set_input(const T *h, Index rows) {
@@ -337,9 +208,6 @@ class Filter {
       }
       z[inputs()] = T(1);
     }
-  }
-  Cov<T> input_cov(T *data, Index rows) const {
-    return Cov<T>{data, cfg_->covariance == KBT_FULL, rows, inputs(), inputs()};
   }
   void fill_input_cov(const Cov<T> &in) const {
     fill(in.data, T(0), in.count() + kLanes);
@@ -434,19 +302,6 @@ class Filter {
     }
     return sum / T(rows_);
   }
-  // Outputs have their own neurons in the last layer, and share the layers below.
-  bool has_own_noise(Index layer) const { return layer == layers() - 1 && cfg_->covariance != KBT_FULL; }
-  T mean_noise() const {
-    T sum = T(0);
-    for (Index o = 0; o < outputs(); ++o) sum += noise_.variance(o);
-    return sum / T(outputs());
-  }
-  // Variance of the weights of neuron j before any data.
-  T prior_of(Index layer, Index j) const {
-    const T prior = layers_[layer].w.prior_var * static_cast<T>(layer == layers() - 1 ? kind_.last : kind_.hidden);
-    if (!in_units_of_noise(*cfg_)) return prior;
-    return prior * (has_own_noise(layer) ? noise_.variance(j) : mean_noise());
-  }
   // Where the noise of an output grows by a ratio, D does.
   void scale_with_noise(const T *before, const T *after) {
     T mean = T(0);
@@ -468,7 +323,8 @@ class Filter {
     if (!(forgetting < T(1)) && !(drift > T(0))) return;
     T size = T(0);
     for (Index a = 0; a < rows_; ++a) size += dot(layers_[i].input(a), layers_[i].input(a), layers_[i].w.M1);
-    const T noise = softmax_output() ? T(1) : mean_noise(), step = size > T(0) ? drift * noise * (T(rows_) / size) : T(0);
+    const T noise = softmax_output() ? T(1) : mean_noise(),
+            step = size > T(0) ? drift * noise * (T(rows_) / size) : T(0);
     Index neuron = -1;
     T prior = T(0);
     layers_[i].w.each_factor([&](Index j, T &D) {
@@ -477,24 +333,6 @@ class Filter {
       D = raised < limit ? raised : limit;
     });
   }
-
-  const kbt_config *cfg_;
-  FilterKind kind_;
-  Layer<T> layers_[KBT_MAX_LAYERS];
-  Relu<T> relu_[KBT_MAX_LAYERS];
-  T *variances_[KBT_MAX_LAYERS];  // Var u before the ReLU, rows x stride
-  T *adjoint_[KBT_MAX_LAYERS];    // (1 + rank) x rows x stride
-  T *cov_[2];                     // covariance in and out of a layer, in turns
-  T *other_z_;                    // z of the first layer, of the forward pass before the latest
-  T *u_;                          // means of a layer's pre-activations, rows x stride
-  T *series_;
-  T *other_cov_;  // part of the output covariance that the last layer's weights do not cause, and scratch
-  NoiseModel<T> noise_;
-  Work<T> work_;
-  Measurement<T> measurement_;
-  Index rows_;  // of the latest forward pass
-  T nis_, log_likelihood_, weight_;
-  bool adapts_;
 };
 
 }  // namespace kbt

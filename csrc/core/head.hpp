@@ -173,8 +173,8 @@ class Head : public kbt_head {
 
   // Learns y (rows x d_o) at the rows of the latest forward pass. Every check comes before the first change.
   kbt_status observe(const T *y, const T *noise, Index noise_count, kbt_result *result) {
-    const kbt_status status = has_members() ? observe_members(y, noise, noise_count, result)
-                                            : observe_bank(y, noise, noise_count, result);
+    const kbt_status status =
+        has_members() ? observe_members(y, noise, noise_count, result) : observe_bank(y, noise, noise_count, result);
     if (status == KBT_OK && samples != kMostSamples) ++samples;
     if (status == KBT_OK && event_.kind != KBT_NO_CHANGE) note_change(changes, event_, samples);
     return status;
@@ -318,7 +318,7 @@ class Head : public kbt_head {
   T *learned_;
   T *candidate_, *target_;
   std::size_t learned_bytes_;
-  MemberEvent event_;        // of the latest sample
+  MemberEvent event_;         // of the latest sample
   std::int32_t rows_before_;  // predicted_rows before the latest forward pass
 };
 

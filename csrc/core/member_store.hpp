@@ -52,12 +52,10 @@ struct MemberStore : Evidence<T, 6> {
   T *W;                            // O x M x 8
   T *d, *u;                        // LaneUD
   T *R;                            // O x 8, or O x O x 8
-  T *ages;  // 8
+  T *ages;                         // 8
 
   Index noise_count() const { return matrix ? O * O : O; }
-  Index count() const {
-    return O * M + noise_count() + (kept_count() + 1) * L + kept_count() + kBook;
-  }
+  Index count() const { return O * M + noise_count() + (kept_count() + 1) * L + kept_count() + kBook; }
   Index kept_count() const { return O * M + M + LaneUD<T>::u_count(M) / L + noise_count() + 1; }  // of one member
   void place(T *at) {
     const auto take = [&](T *&piece, Index count) {

@@ -1,8 +1,8 @@
 // record.hpp - what the C ABI knows of a head without its number type, and one call's sample.
 #pragma once
 
-#include "kbt.h"
 #include "evidence.hpp"
+#include "kbt.h"
 #include "watch.hpp"
 
 struct kbt_sample;

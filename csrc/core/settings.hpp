@@ -24,7 +24,7 @@ inline bool in_units_of_noise(const kbt_config &cfg) {
 // |z|^2 equal to their number, and a bank follows the size that it finds. A few units settle a softmax: the variance of
 // a logit, about d times that of a weight, stays below 16. Copies of h in hidden layers must stay below the signal.
 constexpr double kReadoutVar = 10.0, kCopiesVar = 1e-6, kClassVar = 1.0, kLogitVar = 16.0;
-constexpr double kWide = 2e4;          // variance of an output before any data, in units of the noise
+constexpr double kWide = 2e4;            // variance of an output before any data, in units of the noise
 constexpr double kRatioOfCopies = 1e-4;  // of a weight of a hidden layer, in units of the noise
 
 inline double automatic_prior(const kbt_config &cfg, int layer) {
