@@ -105,7 +105,7 @@ class Ours:
         self.reported: list[int] = []  # samples after which it reported a change
 
     def learn(self, state: Array, h: Array, y: float) -> None:
-        if self.head.update(h.astype(np.float32), y).changed:
+        if self.head.update(h.astype(np.float32), np.array([y], np.float32)).changed:  # its own type: the fast way in
             self.reported.append(self.head.samples)
 
     def forces(self, states: Array, rows: Array) -> Array:

@@ -54,7 +54,7 @@ class Settings:
     iterations: int = 70_000  # of the Σ_data study
     plants: int = 5
     timed: int = 400  # samples over which retraining is timed; a full memory at least
-    changing_seeds: int = 5
+    changing_seeds: int = 3
     changing_before: int = 1000  # samples of the old plant before it changes
     changing_after: int = 1000  # samples of each part after that
 

@@ -108,7 +108,9 @@ def _variance(figure: Figure, result: Result) -> None:
             axes.plot(shown, np.array(run["total"]) + 1e-9, color=colour, linewidth=1.5)
             axes.axhline(run["sigma"], color="#555", linewidth=0.7, linestyle="--")
             label = f"Σ_data = {run['sigma']:g}"
-            axes.annotate(label, (shown[-1], run["total"][-1]), xytext=(-2, 6), textcoords="offset points", ha="right")
+            box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1}  # the lines behind may wander
+            axes.annotate(label, (shown[-1], run["sigma"]), xytext=(-4, 9), textcoords="offset points", ha="right",
+                          bbox=box)  # fmt: skip
         axes.axvspan(result["data_variance"]["settled"] / 1000.0, shown[-1], color="#f3f6f9", zorder=0)
         axes.set(title=titles[row], xlabel="iterations (thousands)")
         axes.set(ylim=(-3, 1.35 * max(sigmas)), xlim=(0, shown[-1]))
