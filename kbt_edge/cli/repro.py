@@ -37,6 +37,10 @@ def run(options: argparse.Namespace) -> Mapping[str, Any]:
 def text(result: Mapping[str, Any]) -> str:
     lines = []
     for claim in result["claims"]:
-        lines += [f"{'yes' if claim['met'] else 'NO ':<4} {claim['claim']}", f"     {claim['found']}"]
-    lines += ["", f"report: {result['report']}", f"data:   {result['results']}   ({result['seconds']:.0f} s)"]
+        lines += [
+            f"{'yes' if claim['met'] else 'NO ':<4} {claim['head']}: {claim['claim']}",
+            f"     {claim['found']}",
+        ]
+    lines += ["", f"report: {result['report']}", f"        {result['changing']}"]
+    lines += [f"data:   {result['results']}   ({result['seconds']:.0f} s)"]
     return "\n".join(lines)

@@ -12,11 +12,23 @@ import numpy as np
 
 from kbt_edge._progress import Tell
 from kbt_edge.errors import BackendError
+from kbt_edge.head import Head
 from kbt_edge.model import Model
 from kbt_edge.studies import cartpole
 from kbt_edge.studies.baselines import METHODS, Learner, Method, Retraining
-from kbt_edge.studies.common import PAPER_EPSILON, Array, Result, Settings, parallel, pretrained
+from kbt_edge.studies.common import (
+    HEADS,
+    PAPER_EPSILON,
+    SINGLE,
+    WATCHFUL,
+    Array,
+    Result,
+    Settings,
+    parallel,
+    pretrained,
+)
 from kbt_edge.studies.learners import Kbt, Paper
+from kbt_edge.trunk import Backend
 
 if TYPE_CHECKING:
     from kbt_edge.networks import DecisionTransformer
@@ -36,7 +48,7 @@ class Row:
 
 def rows(tuned: Mapping[str, Any]) -> list[Row]:
     """KBT, each of its corrections, and the baselines."""
-    wide = {"hidden": (32,)}
+    wide = {"drift": 0.0, "hidden": (32,)}
     one = {**wide, "prior_var": PAPER_EPSILON}
     layered = {**wide, "noise_var": 1e-3}  # known, and the default prior of each layer
 
@@ -49,8 +61,9 @@ def rows(tuned: Mapping[str, Any]) -> list[Row]:
         Row("fuse", "+ a Kalman update", kbt(**one, covariance="full", noise_var=1e-3)),
         Row("prior per layer", "+ ε = 1e-6 and 10", kbt(**layered, covariance="full")),
         Row("blocks", "+ correlations within neurons only", kbt(**layered)),
-        Row("KBT", "one layer, noise learned: the defaults", kbt(), main=True),
-        Row("tuned", "the same, settings by kbt_edge.tune", kbt(**tuned)),
+        Row(SINGLE, "one layer, noise learned", kbt(**HEADS[SINGLE]), main=True),
+        Row("tuned", "settings by kbt_edge.tune", kbt(**tuned)),
+        Row(WATCHFUL, "nothing set: a watchful head", kbt(**HEADS[WATCHFUL]), main=True),
     ]
     others = [Row(method.name, "", _baseline(method), main=method.name != "least squares") for method in METHODS]
     return ladder + others
@@ -65,7 +78,7 @@ def adaptation(settings: Settings, tuned: Mapping[str, Any], jobs: int | None, t
     every = rows(tuned)
     tasks = [(row.name, trial) for trial in range(settings.trials) for row in every]
     # The slowest first, so that no process starts one of them last.
-    tasks.sort(key=lambda task: task[0] not in ("paper", "retrain 10", "KBT"))
+    tasks.sort(key=lambda task: task[0] not in ("paper", "retrain 10", *HEADS))
     done = parallel("adaptation", _adapt, [(name, trial, settings, tuned) for name, trial in tasks], jobs, tell)
     by_task = dict(zip(tasks, done, strict=True))
     out: Result = {}
@@ -128,20 +141,22 @@ def computation_time(settings: Settings, tell: Tell) -> Result:
     rng = np.random.default_rng([settings.seed, 1 << 20])
     states, forces = cartpole.sample_pairs(rng, 400, cartpole.lqr_gain(cartpole.NEW))
     out: Result = {}
-    for backend in ("compiled", "onnxruntime"):
+    backends: tuple[Backend, ...] = ("compiled", "onnxruntime")
+    for backend in backends:
         try:
-            model = Model.load("kbt_edge:cartpole", backend=backend)
+            models = {name: _model(backend, head) for name, head in HEADS.items()}
         except BackendError as error:
-            out[f"KBT, trunk {backend}"] = {"seconds": None, "why": str(error)}
+            out |= {f"{name}, trunk {backend}": {"seconds": None, "why": str(error)} for name in HEADS}
             continue
-        repeats = []
-        for _ in range(5):
-            started = time.process_time()
-            for state, force in zip(states, forces, strict=True):
-                model.predict(state)
-                model.observe(force)
-            repeats.append((time.process_time() - started) / len(states))
-        out[f"KBT, trunk {backend}"] = {"seconds": float(np.median(repeats))}
+        for name, model in models.items():
+            repeats = []
+            for _ in range(5):
+                started = time.process_time()
+                for state, force in zip(states, forces, strict=True):
+                    model.predict(state)
+                    model.observe(force)
+                repeats.append((time.process_time() - started) / len(states))
+            out[f"{name}, trunk {backend}"] = {"seconds": float(np.median(repeats))}
     # The start-up of torch is not charged to any method.
     warm_up = Retraining(pretrained(), memory=10, learning_rate=1e-3, epochs=1)
     for state, force in zip(states[:10], forces[:10], strict=True):
@@ -158,3 +173,18 @@ def computation_time(settings: Settings, tell: Tell) -> Result:
         out[method.name] = {"seconds": learner.seconds / count}
     tell(None)
     return out
+
+
+def _model(backend: Backend, settings: Mapping[str, Any]) -> Model:
+    """The shipped cart-pole, with a head of these settings that has learned nothing."""
+    model = Model.load("kbt_edge:cartpole", backend=backend)
+    means = model.head.layers[0].mean
+    return Model(
+        model.bundle().trunk,
+        Head(means[:, :-1], means[:, -1], **settings),
+        input_mean=model.input_mean,
+        input_scale=model.input_scale,
+        output_offset=model.output_offset,
+        output_scale=model.output_scale,
+        backend=backend,
+    )

@@ -17,10 +17,27 @@ from kbt_edge.studies.baselines import hidden, load_network
 if TYPE_CHECKING:
     from kbt_edge.networks import DecisionTransformer
 
-__all__ = ["FULL", "PAPER_EPSILON", "QUICK", "Array", "Result", "Settings", "parallel", "pretrained", "scaled"]
+__all__ = [
+    "FULL",
+    "HEADS",
+    "PAPER_EPSILON",
+    "QUICK",
+    "SINGLE",
+    "WATCHFUL",
+    "Array",
+    "Result",
+    "Settings",
+    "parallel",
+    "pretrained",
+    "scaled",
+]
 
 Array = NDArray[np.float64]
 Result = dict[str, Any]
+
+SINGLE, WATCHFUL = "KBT, drift=0", "KBT, default"
+HEADS: Final[dict[str, dict[str, Any]]] = {SINGLE: {"drift": 0.0}, WATCHFUL: {}}
+"""One stationary filter, as in the paper, and a head with nothing set, which is watchful (method.md §9)."""
 
 PAPER_EPSILON: Final = 1e-4  # prior variance of both layers; docs/study.md says how it was chosen
 
@@ -37,6 +54,9 @@ class Settings:
     iterations: int = 70_000  # of the Σ_data study
     plants: int = 5
     timed: int = 400  # samples over which retraining is timed; a full memory at least
+    changing_seeds: int = 3
+    changing_before: int = 1000  # samples of the old plant before it changes
+    changing_after: int = 1000  # samples of each part after that
 
     def moments(self) -> list[int]:
         """Sample counts at which the main rows are evaluated: where each memory fills up, and between."""
@@ -49,7 +69,8 @@ class Settings:
 
 
 FULL: Final = Settings()
-QUICK: Final = Settings(trials=1, samples=100, starts=20, unseen=200, iterations=20_000, timed=1)
+QUICK: Final = Settings(trials=1, samples=100, starts=20, unseen=200, iterations=20_000, timed=1,
+                        changing_seeds=1, changing_before=200, changing_after=200)  # fmt: skip
 
 
 def pretrained() -> DecisionTransformer:
@@ -75,7 +96,7 @@ def parallel(
         raise BackendError("repro needs joblib, SciPy, matplotlib and torch: pip install 'kbt-edge[repro]'") from error
 
     class Parallel(joblib.Parallel):  # type: ignore[misc]
-        def printlive(self) -> None:  # called by joblib after every task, whatever its back end
+        def print_progress(self) -> None:  # called by joblib after every task, whatever its back end
             tell(f"{what}: {self.n_completed_tasks} of {len(tasks)}")
 
     tell(f"{what}: starting")

@@ -42,7 +42,8 @@ def readout(network: DecisionTransformer) -> tuple[Array, Array]:
 
 
 class Kbt:
-    """A head on the rows of the frozen trunk. ``settings`` are those of ``Head``; without any, its defaults.
+    """A head on the rows of the frozen trunk. ``settings`` are those of ``Head``; without any, its defaults:
+    a watchful head. The paper's setting needs ``drift=0.0``.
 
     The trunk runs in torch here, many states at a time, as a study asks for a hundred thousand forces per sample
     learned. Computation time is measured on the ``Model`` of the bundle (``repro.computation_time``), not here.

@@ -11,7 +11,9 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["html"]
+from kbt_edge.studies.common import HEADS, SINGLE, WATCHFUL
+
+__all__ = ["STYLE", "embedded", "escaped", "html", "number"]
 
 Result = Mapping[str, Any]
 
@@ -48,6 +50,10 @@ as long and ten times as heavy. The network is frozen; only its last layer keeps
 closed-form Bayesian update. How fast does it recover, what does that cost, and is its uncertainty right? This is the
 paper's study, repeated, with corrections and additions.</p>
 
+<p>Rows and lines called "$single" are one filter of a plant that stands still, the paper's setting. "$default" is
+<code>Head(weight, bias)</code> with nothing set: a watchful head, which also notices when the plant changes. The page
+changing.html beside this one shows what that is good for.</p>
+
 <h2>What was found</h2>
 $claims
 
@@ -70,32 +76,33 @@ overconfidence and needless doubt. Networks that are retrained predict no varian
 $error
 
 <h2>What each correction is worth</h2>
-<p>From the paper's own setting to the defaults of <code>Head</code>, one change after the other; below them, what it is
-compared with. Force RMSE in newtons on unseen states after so many samples, the share of starts balanced after 50, and
-the negative log likelihood at the end, each the mean over the trials.</p>
+<p>From the paper's own setting to one layer with learned noise, one change after the other; below them, the default
+head, and what both are compared with. Force RMSE in newtons on unseen states after so many samples, the share of
+starts balanced after 50, and the negative log likelihood at the end, each the mean over the trials.</p>
 $ablation
 <p>The first row keeps only the diagonal of the cross-covariance at each ReLU, which contradicts the full covariances
 around it: $clipped eigenvalues of the weights' covariance became negative in a trial and had to be clipped. The last
-row is as accurate as KBT, as it should be: with one layer KBT is that regression. KBT adds the variance, learned noise,
-and hidden layers for laws that are not linear in h.</p>
+row is as accurate as "$single", as it should be: with one layer it is that regression. It adds the variance, learned
+noise, and hidden layers for laws that are not linear in h.</p>
 
 <h2>Predicted variance</h2>
 <p>Samples now carry noise of variance Σ_data, and the head predicts each observation before it learns from it:
 $iterations iterations, moving average over $window as in the paper; the shaded part is what the paper shows. Under
 <code>replace</code> the variance of the weights must carry the noise of the data; under <code>fuse</code> the two are
-kept apart, and the variance of the model itself goes on shrinking.</p>
+kept apart, and the variance of the model itself goes on shrinking. The default head has one layer and learns the noise;
+the others are told it.</p>
 $variance
 $variances
 
 <h2>Calibration</h2>
 <p>Do intervals that should hold 90 % of the observations hold 90 %? After 400 noisy samples, on 1,000 unseen states per
-trial, once with the variance of the noise given to the head, once with the defaults, which learn it.</p>
+trial, once with the variance of the noise given to the head, once learned.</p>
 $calibration
 
 <h2>Other plants</h2>
-<p>Plants with random masses and lengths, used for nothing else. <code>tune</code> saw $tuned samples of each; both
-settings were then judged on 400 others: log likelihood per sample, each predicted before it was learned (higher is
-better), and force RMSE after 50 samples.</p>
+<p>Plants with random masses and lengths, used for nothing else. <code>tune</code> saw $tuned samples of each, and
+chose the variances of "$single"; all were then judged on 400 others: log likelihood per sample, each predicted before
+it was learned (higher is better), and force RMSE after 50 samples.</p>
 $plants
 
 <footer><p>kbt-edge repro: $trials of $samples samples, seed $seed, $seconds s on $machine. All figures are in
@@ -108,15 +115,17 @@ def html(result: Result, figures: Mapping[str, Path]) -> str:
     """The page. ``figures``: SVG files by name, as ``figures.draw_all`` returns them."""
     settings, machine = result["settings"], result["machine"]
     captions = {
-        "success": "Mean over the trials. KBT keeps one sample in memory.",
+        "success": "Mean over the trials. The heads keep one sample in memory.",
         "time": "Mean over the samples; log scale.",
         "error": "Mean over the trials; bands from the best to the worst trial. Lower is better.",
         "variance": "Dashed: the variance of the noise that was added.",
         "calibration": "The red bar is the range from 87 to 93 % at 90 %.",
     }
     return Template(PAGE).substitute(
-        {name: _figure(figures[name], caption) for name, caption in captions.items()},
+        {name: embedded(figures[name], caption) for name, caption in captions.items()},
         style=STYLE,
+        single=SINGLE,
+        default=WATCHFUL,
         claims=_claims(result["claims"]),
         ablation=_ablation(result["adaptation"]),
         clipped=f"{np.mean(result['adaptation']['paper']['clipped']):.0f}",
@@ -137,18 +146,20 @@ def html(result: Result, figures: Mapping[str, Path]) -> str:
 
 def _claims(claims: list[Result]) -> str:
     items = [
-        f"<li{'' if claim['met'] else ' class=no'}><b>{'' if claim['met'] else 'Not met: '}{_text(claim['found'])}</b>"
-        f"<span>{_text(claim['claim'])}.</span></li>"
+        f"<li{'' if claim['met'] else ' class=no'}>"
+        f"<b>{'' if claim['met'] else 'Not met: '}{escaped(claim['found'])}</b>"
+        f"<span>{escaped(claim['head'])}. {escaped(claim['claim'])}.</span></li>"
         for claim in claims
     ]
     return f"<ul class=claims>{''.join(items)}</ul>"
 
 
-def _figure(path: Path, caption: str) -> str:
+def embedded(path: Path, caption: str) -> str:
+    """A figure as part of the page."""
     data = base64.b64encode(path.read_bytes()).decode("ascii")
     return (
-        f'<figure><img alt="{_text(caption)}" src="data:image/svg+xml;base64,{data}">'
-        f"<figcaption>{_text(caption)}</figcaption></figure>"
+        f'<figure><img alt="{escaped(caption)}" src="data:image/svg+xml;base64,{data}">'
+        f"<figcaption>{escaped(caption)}</figcaption></figure>"
     )
 
 
@@ -160,20 +171,20 @@ def _ablation(rows: Result) -> str:
         at = [row["samples"].index(count) for count in counts]
         rmse = np.mean(np.array(row["rmse"], float), axis=0)
         success = np.mean(row["success"], axis=0)[row["samples"].index(50)]
-        nll = "" if row["nll"][0][0] is None else _number(np.mean(np.array(row["nll"], float)[:, -1]))
-        figures = "".join(f"<td>{_number(rmse[i])}</td>" for i in at)
+        nll = "" if row["nll"][0][0] is None else number(np.mean(np.array(row["nll"], float)[:, -1]))
+        figures = "".join(f"<td>{number(rmse[i])}</td>" for i in at)
         label = name if row["what"] else name.replace("retrain", "retraining").replace("readout", "readout only,")
         lines.append(
-            f"<tr{' class=ours' if name == 'KBT' else ''}><td>{_text(label)}</td>"
-            f"<td class=what>{_text(row['what'])}</td>{figures}<td>{100 * success:.0f} %</td><td>{nll}</td></tr>"
+            f"<tr{' class=ours' if name in HEADS else ''}><td>{escaped(label)}</td>"
+            f"<td class=what>{escaped(row['what'])}</td>{figures}<td>{100 * success:.0f} %</td><td>{nll}</td></tr>"
         )
     return f"<table>{''.join(lines)}</table>"
 
 
 def _variances(runs: list[Result]) -> str:
-    lines = ["<tr><th>rule</th><th>Σ_data</th><th>predicted</th><th>of it the model's own</th></tr>"]
+    lines = ["<tr><th>head</th><th>Σ_data</th><th>predicted</th><th>of it the model's own</th></tr>"]
     lines += [
-        f"<tr><td>{run['rule']}</td><td>{run['sigma']:g}</td><td>{run['settled_total']:.3g}</td>"
+        f"<tr><td>{escaped(run['row'])}</td><td>{run['sigma']:g}</td><td>{run['settled_total']:.3g}</td>"
         f"<td>{run['settled_epistemic']:.3g}</td></tr>"
         for run in runs
     ]
@@ -181,23 +192,29 @@ def _variances(runs: list[Result]) -> str:
 
 
 def _plants(tuning: Result) -> str:
+    names = (*HEADS, "tuned")
     lines = [
-        "<tr><th>cart, pole (kg), length (m)</th><th>log lik., default</th><th>tuned</th><th>RMSE, default (N)</th>"
-        "<th>tuned</th><th>tuned in</th></tr>"
+        "<tr><th>cart, pole (kg), length (m)</th>"
+        + "".join(f"<th>log lik., {escaped(name)}</th>" for name in names)
+        + "".join(f"<th>RMSE (N), {escaped(name)}</th>" for name in names)
+        + "<th>tuned in</th></tr>"
     ]
     for run in tuning["runs"]:
-        plant, default, tuned = run["plant"], run["default"], run["tuned"]
+        plant = run["plant"]
         lines.append(
             f"<tr><td>{plant['cart_mass']:.2f}, {plant['pole_mass']:.2f}, {plant['length']:.2f}</td>"
-            f"<td>{default['log_likelihood']:.2f}</td><td>{tuned['log_likelihood']:.2f}</td>"
-            f"<td>{default['rmse_50']:.2f}</td><td>{tuned['rmse_50']:.2f}</td><td>{run['seconds']:.1f} s</td></tr>"
+            + "".join(f"<td>{run[name]['log_likelihood']:.2f}</td>" for name in names)
+            + "".join(f"<td>{run[name]['rmse_50']:.2f}</td>" for name in names)
+            + f"<td>{run['seconds']:.1f} s</td></tr>"
         )
     return f"<table>{''.join(lines)}</table>"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """With as many digits as matter."""
     return f"{value:.2f}" if abs(value) < 100.0 else f"{value:.0f}" if abs(value) < 1e5 else f"{value:.0e}"
 
 
-def _text(value: object) -> str:
+def escaped(value: object) -> str:
+    """As text of the page."""
     return markup.escape(str(value))

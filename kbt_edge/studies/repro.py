@@ -1,19 +1,21 @@
 """``kbt-edge repro``: the paper's study, repeated and extended, as figures, JSON and one HTML report.
 
-Five experiments, each a function below that returns plain data:
+Six experiments, each a function below that returns plain data:
 
     adaptation        success, force RMSE and log likelihood against samples: KBT, its ablation, and every baseline
     computation_time  seconds per sample of each, one after the other with nothing else of the study running
     data_variance     predicted variance against iterations for four Σ_data, under ``replace`` and ``fuse``
     calibration       nominal against observed coverage, the noise once known and once learned
-    tuning            defaults and ``tune`` on plants used for nothing else
+    tuning            both heads and ``tune`` on plants used for nothing else
+    changing          plants that change while the head runs: a page of its own
 
 Trials are independent, and run through joblib: ``study(settings, jobs)`` uses processes on this machine; inside
 ``joblib.parallel_config(backend="dask")`` (or "ray", after ``ray.util.joblib.register_ray()``) and with ``jobs=None``
 it uses that cluster. Every trial draws from its own seed, so results do not depend on where it runs.
 
 The learning rates of retraining, the ε of the paper's setting and the settings of the row "tuned" were chosen on other
-streams than those of the trials (``baselines.CHOICE_SEEDS``). The row "KBT" is a plain ``Head``.
+streams than those of the trials (``baselines.CHOICE_SEEDS``). The paper's rows are single filters, ``drift=0``; beside
+them is "KBT, default", a ``Head`` with nothing set.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import numpy as np
 from kbt_edge._progress import Tell, silent
 from kbt_edge.errors import BackendError
 from kbt_edge.studies.adaptation import adaptation, computation_time
+from kbt_edge.studies.changing import changing
 from kbt_edge.studies.claims import claims
 from kbt_edge.studies.common import FULL, QUICK, Result, Settings
 from kbt_edge.studies.tuning import tuned_settings, tuning
@@ -53,6 +56,7 @@ def study(settings: Settings, jobs: int | None = None, tell: Tell = silent) -> R
         "data_variance": data_variance(settings, jobs, tell),
         "calibration": calibration(settings, jobs, tell),
         "tuning": tuning(settings),
+        "changing": changing(settings, jobs, tell),
         "computation_time": computation_time(settings, tell),
     }
     result["claims"] = claims(result)
@@ -61,9 +65,9 @@ def study(settings: Settings, jobs: int | None = None, tell: Tell = silent) -> R
 
 
 def run(settings: Settings, jobs: int | None, out: Path, tell: Tell = silent) -> Result:
-    """The study, written to ``out`` as JSON, figures and an HTML report."""
+    """The study, written to ``out`` as JSON, figures and two HTML pages."""
     _require_packages()
-    from kbt_edge.studies import figures, report
+    from kbt_edge.studies import changing_page, figures, report
 
     out.mkdir(parents=True, exist_ok=True)
     result = study(settings, jobs, tell)
@@ -72,12 +76,16 @@ def run(settings: Settings, jobs: int | None, out: Path, tell: Tell = silent) ->
     drawn = figures.draw_all(result, out)
     page = out / "report.html"
     page.write_text(report.html(result, drawn), "utf-8")
+    changes = changing_page.draw_all(result, out)
+    second = out / "changing.html"
+    second.write_text(changing_page.html(result, changes), "utf-8")
     return {
         "claims": result["claims"],
         "seconds": result["seconds"],
         "report": str(page),
+        "changing": str(second),
         "results": str(data),
-        "figures": [str(path) for path in drawn.values()],
+        "figures": [str(path) for path in (*drawn.values(), *changes.values())],
     }
 
 

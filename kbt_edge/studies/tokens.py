@@ -215,6 +215,7 @@ def _head(weights: Float32, hidden: Sequence[int] = (), prior_var: float | Seque
         hidden=hidden,
         prior_var=prior_var,
         output="softmax",
+        drift=0.0,
         noise="multinomial",
         max_rows=MAX_LEN,
     )

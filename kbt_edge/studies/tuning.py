@@ -1,4 +1,4 @@
-"""Defaults and ``tune`` on plants that played no part in choosing the defaults."""
+"""Settings and ``tune`` on plants that played no part in choosing the defaults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from kbt_edge.head import Head
 from kbt_edge.studies import cartpole
 from kbt_edge.studies.baselines import CHOICE_SEEDS, hidden
-from kbt_edge.studies.common import Array, Result, Settings, pretrained, scaled
+from kbt_edge.studies.common import HEADS, SINGLE, Array, Result, Settings, pretrained, scaled
 from kbt_edge.studies.learners import readout
 from kbt_edge.tune import prequential, tune
 
@@ -32,7 +32,7 @@ def tuned_settings() -> Result:
 
 
 def tuning(settings: Settings) -> Result:
-    """Defaults and ``tune`` on fresh plants: tuned on a short stream, judged on a longer one of the same plant."""
+    """Both heads on fresh plants, and one filter that ``tune`` has tuned on a short stream of the same plant."""
     network = pretrained()
     rng = np.random.default_rng([settings.seed, 4 << 20])
     runs = []
@@ -41,13 +41,14 @@ def tuning(settings: Settings) -> Result:
         gain = cartpole.lqr_gain(plant)
         short, long = (scaled(network, *cartpole.sample_pairs(rng, n, gain)) for n in (TUNING_SAMPLES, 400))
         unseen = cartpole.sample_states(rng, settings.unseen)
-        tuned = tune(Head(*readout(network)), *short)
+        tuned = tune(Head(*readout(network), **HEADS[SINGLE]), *short)
         run: Result = {
             "plant": asdict(plant),
             "seconds": tuned.seconds,
             "settings": tuned.best.settings,
         }
-        for name, head in (("default", Head(*readout(network))), ("tuned", tuned.head)):
+        heads = {name: Head(*readout(network), **settings) for name, settings in HEADS.items()}
+        for name, head in (heads | {"tuned": tuned.head}).items():
             pairs = list(zip(*long, strict=True))
             first = prequential(head, pairs[:50]) * 50
             rmse_50 = _head_rmse(network, head, gain, unseen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -10,8 +10,21 @@ from kbt_edge._progress import Tell
 from kbt_edge.head import Head
 from kbt_edge.settings import Rule
 from kbt_edge.studies import cartpole
-from kbt_edge.studies.common import PAPER_EPSILON, Array, Result, Settings, parallel, pretrained, scaled
+from kbt_edge.studies.common import (
+    HEADS,
+    PAPER_EPSILON,
+    WATCHFUL,
+    Array,
+    Result,
+    Settings,
+    parallel,
+    pretrained,
+    scaled,
+)
 from kbt_edge.studies.learners import Kbt, readout
+
+if TYPE_CHECKING:
+    from kbt_edge.networks import DecisionTransformer
 
 __all__ = ["calibration", "coverage", "data_variance", "moving_average", "variance"]
 
@@ -24,23 +37,26 @@ SETTLED: Final = 30_000  # iterations from which the paper shows its variances
 
 def data_variance(settings: Settings, jobs: int | None, tell: Tell) -> Result:
     """Predicted variance (N²) of the next observation, before it is learned, along streams of noisy samples."""
-    tasks = [(rule, sigma, settings) for rule in ("replace", "fuse") for sigma in SIGMA_DATA]
+    tasks = [(row, sigma, settings) for row in ("replace", "fuse", WATCHFUL) for sigma in SIGMA_DATA]
     done = parallel("predicted variance", variance, tasks, jobs, tell)
     return {"window": WINDOW, "settled": SETTLED, "runs": done}
 
 
-def variance(rule: Rule, sigma: float, settings: Settings) -> Result:
-    """The paper's head of two layers, in the compiled core."""
+def _head(network: DecisionTransformer, row: str, sigma: float) -> Head:
+    """The paper's head of two layers under the rule ``row``, or a head with nothing set, which learns its noise."""
+    if row == WATCHFUL:
+        return Head(*readout(network), **HEADS[row])
+    rule: Rule = "replace" if row == "replace" else "fuse"
+    noise = sigma / cartpole.FORCE_SCALE**2
+    return Head(*readout(network), drift=0.0, hidden=(32,), prior_var=PAPER_EPSILON, noise_var=noise, rule=rule)
+
+
+def variance(row: str, sigma: float, settings: Settings) -> Result:
+    """One stream; ``row`` as in ``_head``."""
     network = pretrained()
     rng = np.random.default_rng([settings.seed, 2 << 20])
     states, forces = cartpole.sample_pairs(rng, settings.iterations, cartpole.lqr_gain(cartpole.NEW), sigma)
-    head = Head(
-        *readout(network),
-        hidden=(32,),
-        prior_var=PAPER_EPSILON,
-        noise_var=sigma / cartpole.FORCE_SCALE**2,
-        rule=rule,
-    )
+    head = _head(network, row, sigma)
     total, epistemic = np.empty(len(states)), np.empty(len(states))
     for i, (h, y) in enumerate(zip(*scaled(network, states, forces), strict=True)):
         p = head.predict(h)
@@ -50,7 +66,7 @@ def variance(rule: Rule, sigma: float, settings: Settings) -> Result:
     at = np.arange(WINDOW, len(states) + 1, max(1, len(states) // 350))
     settled = slice(min(SETTLED, len(states) // 2), None)
     return {
-        "rule": rule,
+        "row": row,
         "sigma": sigma,
         "iterations": at.tolist(),
         "total": (scale * moving_average(total)[at - WINDOW]).tolist(),
@@ -68,23 +84,25 @@ def moving_average(values: Array) -> Array:
 
 def calibration(settings: Settings, jobs: int | None, tell: Tell) -> Result:
     """Share of unseen noisy observations within the predicted intervals after 400 samples, mean over the trials."""
-    kinds = [(noise, known) for noise in NOISES for known in (True, False)]
-    tasks = [(noise, known, trial, settings) for noise, known in kinds for trial in range(settings.trials)]
+    kinds = [(head, noise, known) for head in HEADS for noise in NOISES for known in (True, False)]
+    tasks = [(*kind, trial, settings) for kind in kinds for trial in range(settings.trials)]
     done = parallel("calibration", coverage, tasks, jobs, tell)
     out: Result = {"nominal": list(NOMINAL), "runs": []}
-    for i, (noise, known) in enumerate(kinds):
+    for i, (head, noise, known) in enumerate(kinds):
         trials = np.array([found["observed"] for found in done[i * settings.trials : (i + 1) * settings.trials]])
         learned = [found["noise_var"] for found in done[i * settings.trials : (i + 1) * settings.trials]]
-        run = {"noise": noise, "known": known, "observed": trials.mean(axis=0).tolist()}
+        run = {"head": head, "noise": noise, "known": known, "observed": trials.mean(axis=0).tolist()}
         out["runs"].append({**run, "noise_var": float(np.mean(learned))})
     return out
 
 
-def coverage(noise: float, known: bool, trial: int, settings: Settings) -> Result:
+def coverage(head: str, noise: float, known: bool, trial: int, settings: Settings) -> Result:
+    """One trial of the head ``HEADS[head]``."""
     network = pretrained()
     gain = cartpole.lqr_gain(cartpole.NEW)
     rng = np.random.default_rng([settings.seed, 3 << 20, trial])
-    learner = Kbt(network, **({"noise_var": noise / cartpole.FORCE_SCALE**2} if known else {}))
+    given: dict[str, Any] = {"noise_var": noise / cartpole.FORCE_SCALE**2} if known else {}
+    learner = Kbt(network, **HEADS[head], **given)
     for state, force in zip(*cartpole.sample_pairs(rng, 400, gain, noise), strict=True):
         learner.observe(state, float(force))
     unseen, observed = cartpole.sample_pairs(rng, 1000, gain, noise)

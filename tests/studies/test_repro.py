@@ -24,14 +24,15 @@ for package in ("joblib", "scipy", "matplotlib"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
 from kbt_edge.networks import DecisionTransformer  # noqa: E402
-from kbt_edge.studies import adaptation, figures, report, repro, uncertainty  # noqa: E402
+from kbt_edge.studies import adaptation, figures, report, repro, tuning, uncertainty  # noqa: E402
 from kbt_edge.studies.claims import claims  # noqa: E402
-from kbt_edge.studies.common import PAPER_EPSILON  # noqa: E402
+from kbt_edge.studies.common import HEADS, PAPER_EPSILON, SINGLE, WATCHFUL  # noqa: E402
 from kbt_edge.studies.learners import Kbt, Paper, readout  # noqa: E402
 
 GAIN = cartpole.lqr_gain(cartpole.NEW)
 UNSEEN = cartpole.sample_states(np.random.default_rng(99), 40)
-TINY = repro.Settings(trials=1, samples=50, starts=3, unseen=20, iterations=1200, plants=1, timed=1)
+TINY = repro.Settings(trials=1, samples=50, starts=3, unseen=20, iterations=1200, plants=1, timed=1,
+                      changing_seeds=1, changing_before=100, changing_after=100)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +70,10 @@ def test_the_network_that_is_retrained_is_the_one_in_the_bundle(network: Decisio
 
 
 LEARNERS: dict[str, Callable[[DecisionTransformer], Any]] = {
-    "one layer": lambda network: Kbt(network),
-    "two layers": lambda network: Kbt(network, hidden=(32,)),
-    "two layers, full": lambda network: Kbt(network, hidden=(32,), covariance="full", noise_var=1e-3),
+    "default": lambda network: Kbt(network),
+    "one filter": lambda network: Kbt(network, drift=0.0),
+    "two layers": lambda network: Kbt(network, drift=0.0, hidden=(32,)),
+    "two layers, full": lambda network: Kbt(network, drift=0.0, hidden=(32,), covariance="full", noise_var=1e-3),
     "paper": lambda network: Paper(network, 1e-2),
 }
 
@@ -98,11 +100,12 @@ def test_the_paper_s_setting_clips_what_its_diagonal_makes_indefinite(network: D
     assert learner.head.clipped > 0
 
 
-def test_with_default_settings_twenty_samples_balance_every_start_and_it_stays_so(network: DecisionTransformer) -> None:
+@pytest.mark.parametrize("head", HEADS)
+def test_twenty_samples_balance_every_start_and_it_stays_so(head: str, network: DecisionTransformer) -> None:
     for seed in CHOICE_SEEDS:
         rng = np.random.default_rng(seed)
         starts = cartpole.sample_starts(rng, 20)
-        learner, snapshots = Kbt(network), []
+        learner, snapshots = Kbt(network, **HEADS[head]), []
         for i, (state, force) in enumerate(stream(100, seed)):
             if i in (0, 20, 30, 50, 70):
                 snapshots.append(learner.snapshot())
@@ -115,8 +118,8 @@ def test_with_default_settings_twenty_samples_balance_every_start_and_it_stays_s
 
 def test_intervals_of_the_defaults_hold_what_they_promise() -> None:
     at = uncertainty.NOMINAL.index(0.9)
-    for known in (True, False):
-        trials = [uncertainty.coverage(10.0, known, trial, TINY) for trial in range(4)]
+    for head, known in ((SINGLE, True), (SINGLE, False), (WATCHFUL, False)):
+        trials = [uncertainty.coverage(head, 10.0, known, trial, TINY) for trial in range(4)]
         assert np.mean([trial["observed"][at] for trial in trials]) == pytest.approx(0.9, abs=0.03)
         assert np.mean([trial["noise_var"] for trial in trials]) == pytest.approx(10.0, rel=0.15)
 
@@ -137,6 +140,16 @@ def test_the_moving_average_is_that_of_the_paper() -> None:
     np.testing.assert_allclose(uncertainty.moving_average(values), expected, atol=1e-12)
 
 
+def test_the_paper_s_rows_are_single_filters(network: DecisionTransformer) -> None:
+    rows = {row.name: row.make(network) for row in adaptation.rows(tuning.tuned_settings())}
+    heads = {name: learner.head for name, learner in rows.items() if isinstance(learner, Kbt)}
+    drifts = {name: head.config["drift"] for name, head in heads.items()}
+    assert len(drifts) == 7
+    assert drifts.pop(WATCHFUL) == "auto"
+    assert set(drifts.values()) == {0.0}
+    assert heads[SINGLE].config == kbt.Head(*readout(network), drift=0.0).config
+
+
 def test_retraining_is_looked_at_when_its_memory_is_full() -> None:
     moments = repro.FULL.moments()
     for memory in (10, 20, 25, 50, 75, 100):
@@ -154,13 +167,16 @@ def test_trials_do_not_use_the_streams_on_which_settings_were_chosen() -> None:
 @pytest.mark.slow("runs a study")
 def test_a_study_has_every_row_and_finds_kbt_ahead(result: dict[str, Any]) -> None:
     rows = result["adaptation"]
-    assert list(rows)[:7] == ["paper", "exact backward", "fuse", "prior per layer", "blocks", "KBT", "tuned"]
-    assert rows["KBT"]["success"][0][0] == 0.0
-    assert rows["KBT"]["success"][0][-1] == 1.0
+    ladder = ["paper", "exact backward", "fuse", "prior per layer", "blocks", SINGLE, "tuned", WATCHFUL]
+    assert list(rows)[:8] == ladder
+    for head in HEADS:
+        assert rows[head]["success"][0][0] == 0.0
+        assert rows[head]["success"][0][-1] == 1.0
     final = {name: row["rmse"][0][-1] for name, row in rows.items()}
-    assert final["KBT"] < 0.5
-    assert max(final["KBT"], final["blocks"]) < final["retrain 10"] < final["frozen"]
-    assert max(final["KBT"], final["blocks"]) < final["exact backward"] < final["paper"]
+    ours = max(final[SINGLE], final[WATCHFUL])
+    assert ours < 0.5
+    assert max(ours, final["blocks"]) < final["retrain 10"] < final["frozen"]
+    assert max(ours, final["blocks"]) < final["exact backward"] < final["paper"]
     assert rows["frozen"]["nll"] == [[None] * len(rows["frozen"]["samples"])]
     assert result["computation_time"]["retrain 10"]["seconds"] > 1e-4
 
@@ -173,19 +189,31 @@ def test_a_claim_is_met_only_by_its_figures(result: dict[str, Any]) -> None:
         return bool(claims(changed)[index]["met"])
 
     def kbt_fails_late(r: dict[str, Any]) -> None:
-        r["adaptation"]["KBT"]["success"][0][-1] = 0.9
+        r["adaptation"][SINGLE]["success"][0][-1] = 0.9
 
     def retraining_is_quick(r: dict[str, Any]) -> None:
         r["computation_time"]["retrain 10"]["seconds"] = 1e-6
 
     def intervals_are_narrow(r: dict[str, Any]) -> None:
-        r["calibration"]["runs"][3]["observed"][uncertainty.NOMINAL.index(0.9)] = 0.8
+        run = next(run for run in r["calibration"]["runs"] if run["head"] == SINGLE)
+        run["observed"][uncertainty.NOMINAL.index(0.9)] = 0.8
 
     def tuning_hurts(r: dict[str, Any]) -> None:
         r["tuning"]["runs"][0]["tuned"]["log_likelihood"] = -99.0
 
-    assert len(result["claims"]) == 8
+    def the_default_fails_late(r: dict[str, Any]) -> None:
+        r["adaptation"][WATCHFUL]["success"][0][-1] = 0.9
+
+    def the_default_predicts_too_much(r: dict[str, Any]) -> None:
+        runs = r["data_variance"]["runs"]
+        next(run for run in runs if run["row"] == WATCHFUL and run["sigma"] > 0)["settled_total"] = 99.0
+
+    assert [claim["head"] for claim in result["claims"]] == [SINGLE] * 8 + [WATCHFUL] * 6
     assert met(lambda r: None, 0)
+    assert met(lambda r: None, 8)
+    assert met(kbt_fails_late, 8)
+    assert not met(the_default_fails_late, 8)
+    assert not met(the_default_predicts_too_much, 12)
     assert not met(kbt_fails_late, 0)
     assert not met(retraining_is_quick, 3)
     assert not met(intervals_are_narrow, 6)
@@ -220,6 +248,8 @@ def test_the_command_writes_data_figures_and_report(
     assert data["adaptation"]["paper"]["rmse"][0][-1] is None
     assert data["claims"] == result["claims"]
     assert (tmp_path / "out" / "success.svg").is_file()
+    assert str(tmp_path / "out" / "changing.html") in said
+    assert (tmp_path / "out" / "changing-abrupt.png").is_file()
 
 
 def test_wrong_options_are_rejected(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
