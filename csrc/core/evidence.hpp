@@ -89,9 +89,11 @@ struct Evidence {
     w[kFresh] /= whole;
     w[kBefore] /= whole;
   }
+  // Against evidence there are no odds: a member that has just begun is wide, and would widen the mixture.
   static T odds(T evidence) {
-    const T x = evidence - T(kDoubt);
-    return x < T(0) ? exp_negative(x) : T(1) / exp_negative(x < T(50) ? -x : T(-50));
+    if (!(evidence > T(0))) return T(0);
+    const T x = evidence - T(kDoubt), none = exp_negative(T(-kDoubt));
+    return (x < T(0) ? exp_negative(x) : T(1) / exp_negative(x < T(50) ? -x : T(-50))) - none;
   }
 
   void note_size(T size) {
