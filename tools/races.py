@@ -54,6 +54,8 @@ class Rls:
         self.w = np.append(weight, 0.0).astype(dtype)
         self.P = (1e3 * np.eye(D + 1)).astype(dtype)
         self.z, self.gain, self.outer = np.ones(D + 1, dtype), np.empty(D + 1, dtype), np.empty((D + 1, D + 1), dtype)
+        self.scaled = np.empty(D + 1, dtype)
+        self.column = self.scaled[:, None]
         self.noise = dtype(NOISE_VAR)
 
     def mean(self, h: np.ndarray) -> float:
@@ -66,11 +68,11 @@ class Rls:
         np.dot(P, z, out=gain)
         spread = self.noise + z.dot(gain)
         error = y[0] - self.w.dot(z)
-        np.outer(gain, gain, out=self.outer)
-        self.outer *= 1 / spread
+        np.divide(gain, spread, out=self.scaled)
+        np.multiply(self.column, gain, out=self.outer)
         P -= self.outer
-        gain *= error / spread
-        self.w += gain
+        self.scaled *= error
+        self.w += self.scaled
 
 
 def default_race(_: Path) -> Race:
