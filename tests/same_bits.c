@@ -2,6 +2,7 @@
  *
  * Built with different compilers, options and for different machines, it must print the same lines. Inputs come from an
  * integer generator and are exact in float32. The hash covers every innovation, every prediction and the final state.
+ * The plant of a watchful head changes after a third of the samples and goes back after two; both must be noticed.
  * Plain C99; memory is static. -DKBT_UPDATES=n sets the length of the longest stream, the others take a fixed share.
  */
 #include <stdint.h>
@@ -77,6 +78,9 @@ static const char *failed_at;
 static uint64_t run(const kbt_config *cfg, long updates) {
   const int d = cfg->widths[0], outputs = cfg->widths[cfg->layers];
   unsigned char *arena = memory + (KBT_ARENA_ALIGN - (uintptr_t)memory % KBT_ARENA_ALIGN) % KBT_ARENA_ALIGN;
+  const int watchful = cfg->drift < 0.0;
+  kbt_change changes[KBT_MOST_CHANGES];
+  int32_t noticed;
   const size_t room = sizeof memory - (size_t)(arena - memory);
   double h[MAX_ROWS * MAX_INPUTS], y[MAX_TARGETS], mean[MAX_TARGETS], cov[MAX_TARGETS * MAX_TARGETS];
   double total_var[MAX_TARGETS]; /* of the head's dtype: double is the larger one */
@@ -104,12 +108,13 @@ static uint64_t run(const kbt_config *cfg, long updates) {
       for (i = 0; i < d; ++i) {
         const int32_t x = draw();
         put(cfg->dtype, h, a * d + i, x);
-        sum[i % outputs] += (i % 3 - 1) * x; /* the target is linear in h, except that negative sums are halved */
+        sum[i % outputs] += (i % 3 - 1) * x; /* linear in h; unless watchful, negative sums are halved */
       }
       labels[a] = 0;
       for (i = 0; i < outputs; ++i) {
-        const int32_t target = (sum[i] < 0 ? sum[i] / 2 : sum[i]) + draw() / 16;
-        put(cfg->dtype, y, a * outputs + i, target);
+        const int32_t target = (sum[i] < 0 && !watchful ? sum[i] / 2 : sum[i]) + draw() / 16;
+        const int changed = watchful && update >= updates / 3 && update < 2 * (updates / 3);
+        put(cfg->dtype, y, a * outputs + i, changed ? -target : target);
         if (sum[i] > sum[labels[a]]) labels[a] = i;
       }
     }
@@ -129,7 +134,11 @@ static uint64_t run(const kbt_config *cfg, long updates) {
     }
     if (status != KBT_OK) return 0;
     hash = add_double(add_double(hash, result.nis), result.log_likelihood);
+    if (watchful) hash = add_byte(hash, (unsigned)result.changed);
   }
+  failed_at = "noticing that the plant changed and went back";
+  if (kbt_get_changes(head, changes, KBT_MOST_CHANGES, &noticed) != KBT_OK) return 0;
+  if (watchful && (noticed != 2 || changes[0].kind != KBT_CHANGED || changes[1].kind != KBT_RETURNED)) return 0;
 
   failed_at = "kbt_state_save";
   size = kbt_state_size(head);
@@ -219,7 +228,21 @@ int main(void) {
   cfg.max_rows = 2;
   report("moment", cfg, n / 50);
 
+  kbt_config_default(&cfg, 16, 1);
+  report("watchful", cfg, n);
+
+  kbt_config_default(&cfg, 5, 3);
+  cfg.noise = KBT_NOISE_FULL;
+  cfg.max_rows = 3;
+  report("watchful-full", cfg, n);
+
 #ifndef KBT_NO_FLOAT64
+  kbt_config_default(&cfg, 4, 2);
+  cfg.dtype = KBT_FLOAT64;
+  cfg.noise = KBT_NOISE_CONSTANT;
+  cfg.max_rows = 2;
+  report("watchful-float64", cfg, n);
+
   cfg = with_widths(16, 32, 1, 0);
   cfg.dtype = KBT_FLOAT64;
   report("float64", cfg, n / 10);

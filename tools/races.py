@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peers import HIDDEN, SAMPLES, D, PytagiHead, Stream, jax_filter, our_head
+from peers import HIDDEN, NOISE_VAR, SAMPLES, D, PytagiHead, Stream, jax_filter, our_head
 from racing import Block, Goal, Nanoseconds, Race, SkipError, timed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +43,64 @@ def python_race(_: Path) -> Race:
             Goal("Head.update, diagonal", "pytagi forward + update", None),
             Goal("Head.predict, neuron", "pytagi forward", 2.5),
             Goal("Head.predict, diagonal", "pytagi forward", None),
+        ),
+    )
+
+
+class Rls:
+    """One filter in NumPy: recursive least squares of 16 inputs and a bias. No array is made in an update."""
+
+    def __init__(self, weight: np.ndarray, dtype: type) -> None:
+        self.w = np.append(weight, 0.0).astype(dtype)
+        self.P = (1e3 * np.eye(D + 1)).astype(dtype)
+        self.z, self.gain, self.outer = np.ones(D + 1, dtype), np.empty(D + 1, dtype), np.empty((D + 1, D + 1), dtype)
+        self.scaled = np.empty(D + 1, dtype)
+        self.column = self.scaled[:, None]
+        self.noise = dtype(NOISE_VAR)
+
+    def mean(self, h: np.ndarray) -> float:
+        self.z[:-1] = h
+        return float(self.w @ self.z)
+
+    def update(self, h: np.ndarray, y: np.ndarray) -> None:
+        z, P, gain = self.z, self.P, self.gain
+        z[:-1] = h
+        np.dot(P, z, out=gain)
+        spread = self.noise + z.dot(gain)
+        error = y[0] - self.w.dot(z)
+        np.divide(gain, spread, out=self.scaled)
+        np.multiply(self.column, gain, out=self.outer)
+        P -= self.outer
+        self.scaled *= error
+        self.w += self.scaled
+
+
+def default_race(_: Path) -> Race:
+    import kbt_edge as kbt
+
+    stream = Stream.drawn(SAMPLES)
+    head, single = kbt.Head(stream.weight), kbt.Head(stream.weight, drift=0.0)
+    peers = {
+        "RLS in NumPy, float32": Rls(stream.weight, np.float32),
+        "RLS in NumPy, float64": Rls(stream.weight, np.float64),
+    }
+    for name, ours in (("Head", head), ("Head, one filter", single)):
+        stream.must_teach(name, lambda h, ours=ours: ours.predict(h).mean[0], ours.update)
+    for name, peer in peers.items():
+        stream.must_teach(name, peer.mean, peer.update)
+    wide = [h.astype(np.float64) for h in stream.h], [y.astype(np.float64) for y in stream.y]
+    columns = {"RLS in NumPy, float32": (stream.h, stream.y), "RLS in NumPy, float64": wide}
+    return Race(
+        f"the default head {D} → 1 from Python, eight members, against one filter in NumPy",
+        {
+            "Head.update": timed(head.update, stream.h, stream.y),
+            "Head.update, drift=0": timed(single.update, stream.h, stream.y),
+        }
+        | {name: timed(peer.update, *columns[name]) for name, peer in peers.items()},
+        (
+            Goal("Head.update", "RLS in NumPy, float32", 1 / 0.7),
+            Goal("Head.update", "RLS in NumPy, float64", 1 / 0.7),
+            Goal("Head.update, drift=0", "RLS in NumPy, float32", None),
         ),
     )
 
@@ -274,6 +332,7 @@ def retraining_race(_: Path) -> Race:
 
 
 RACES: dict[str, Callable[[Path], Race]] = {
+    "default": default_race,
     "python": python_race,
     "c": c_race,
     "full": full_race,

@@ -163,12 +163,12 @@ void write_body(const Head<T> &head, Writer &out, bool last = true) {
   const auto put = [&](T x) { out.real(x); };
   for (Index i = 0; i < noise_count; ++i) out.real(head.noise().values[i]);
   const Bank<T> &bank = head.bank();
-  if (head.has_members()) head.store().visit(put, put);
+  if (head.has_members()) head.store().visit(put, put, put);
   for (Index k = 0; !head.has_members() && k < bank.count(); ++k) {
     for (Index i = 0; k > 0 && i < noise_count; ++i) out.real(bank.filter(k).noise().values[i]);
     for (Index i = 0; i < head.layers(); ++i) visit_layer(bank.filter(k).weights(i), put, put, put);
   }
-  if (!head.has_members() && bank.several()) bank.visit_extra(put, put);
+  if (!head.has_members() && bank.several()) bank.visit_extra(put, put, put);
   if (last) out.flush();
 }
 
@@ -324,14 +324,16 @@ kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size
     if (!valid) return KBT_E_BLOB_VALUE;
     if (head.has_members()) {
       const T most = std::numeric_limits<T>::max() / T(head.store().M);
-      head.store().visit([&](T &x) { take(x, kAny); }, [&](T &x) { valid = take(x, T(0)) <= most && valid; });
+      head.store().visit([&](T &x) { take(x, kAny); }, [&](T &x) { valid = take(x, T(0)) <= most && valid; },
+                         [&](T &x) { take(x, T(kNoiseFloor)); });
     }
     for (Index k = 0; !head.has_members() && k < head.bank().count(); ++k) {
       if (k > 0) read_noise(head.bank().filter(k).noise());
       for (Index i = 0; i < head.layers(); ++i) valid = read_layer(head.bank().filter(k).weights(i), in, take) && valid;
     }
     if (!head.has_members() && head.bank().several()) {
-      head.bank().visit_extra([&](T &x) { take(x, kAny); }, [&](T &x) { take(x, T(0)); });
+      head.bank().visit_extra([&](T &x) { take(x, kAny); }, [&](T &x) { take(x, T(0)); },
+                              [&](T &x) { take(x, T(kNoiseFloor)); });
     }
     if (!in.complete() || !valid) return KBT_E_BLOB_VALUE;
     if (commit) {

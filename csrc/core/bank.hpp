@@ -91,14 +91,12 @@ class Bank {
   // ---- predict -----------------------------------------------------------------------------------------------------
 
   kbt_status forward(const T *h, Index rows) {
-    kbt_status status = KBT_OK;
-    for (Index k = 0; k < count_; ++k) {
-      const kbt_status found = filters_[k].forward(h, rows);
-      if (found != KBT_OK) status = found;
-    }
     rows_ = rows;
-    if (status == KBT_OK && several()) mix();
-    return status;
+    return run([&](Filter<T> &filter) { return filter.forward(h, rows); });
+  }
+  // The same at the input of the latest pass.
+  kbt_status forward_again() {
+    return run([&](Filter<T> &filter) { return filter.forward_again(rows_); });
   }
 
   void read_prediction(T *mean, T *cov, T *total_var) {
@@ -188,13 +186,21 @@ class Bank {
     return static_cast<float>(log_positive(sum / T(outputs())));
   }
 
-  // Calls value(x) or variance(x) for each number that a bank keeps beside its filters.
-  template <class Value, class Variance>
-  void visit_extra(Value value, Variance variance) const {
+  // Calls value(x), variance(x) or noise(x) for each number that a bank keeps beside its filters.
+  template <class Value, class Variance, class Noise>
+  void visit_extra(Value value, Variance variance, Noise noise) const {
     for (Index k = 0; k < kRegular; ++k) value(evidence_.log_weights[k]);
     for (Index i = 0; i < Weights::kBook; ++i) value(evidence_.book[i]);
     for (Index k = 0; k < kMost; ++k) variance(ages_[k]);
-    for (Index i = 0; i < noise_capacity(); ++i) value(first_noise_[i]);
+    const Index n = outputs();
+    const bool matrix = filters_[0].noise().matrix;
+    for (Index i = 0; i < noise_capacity(); ++i) {
+      if (i < n && !matrix) {
+        noise(first_noise_[i]);
+      } else {
+        value(first_noise_[i]);
+      }
+    }
     T *first = first_means_;
     for (Index i = 0; i < cfg_->layers; ++i) {
       const Posterior<T> &w = filters_[0].weights(i);
@@ -278,13 +284,8 @@ class Bank {
   }
   // Before the first sample is learned, the prior is made as wide as its input asks for.
   kbt_status set_first_factors(T relative) {
-    kbt_status status = KBT_OK;
-    for (Index k = 0; k < kMost; ++k) {
-      filters_[k].reset_factors(relative);
-      if (filters_[k].forward_again(rows_) != KBT_OK) status = KBT_E_RANGE;
-    }
-    mix();
-    return status;
+    for (Index k = 0; k < kMost; ++k) filters_[k].reset_factors(relative);
+    return forward_again();
   }
   // |z|^2 of the latest forward pass, averaged over rows.
   T input_size() const {
@@ -294,6 +295,15 @@ class Bank {
     return sum / T(rows_);
   }
 
+  template <class Pass>
+  kbt_status run(Pass pass) {
+    kbt_status status = KBT_OK;
+    for (Index k = 0; k < count_; ++k) {
+      if (pass(filters_[k]) != KBT_OK) status = KBT_E_RANGE;
+    }
+    if (status == KBT_OK && several()) mix();
+    return status;
+  }
   // (9.2)
   void mix() {
     const Index K = rows_ * outputs();

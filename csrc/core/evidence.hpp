@@ -54,7 +54,7 @@ struct Evidence {
 
   bool begun() const { return book[kSeen] > T(0); }
   bool suspicious() const { return book[kSuspicious] > T(0); }
-  T size() const { return book[kSize]; }
+  T size() const { return book[kSize] > T(1) ? book[kSize] : T(1); }  // of (1, h), so not below 1
 
   void reset() {
     fill(book, T(0), Index(kBook));

@@ -73,25 +73,38 @@ struct MemberStore : Evidence<T, 6> {
     take(kept, kept_count());
     take(book, kBook);
   }
-  // Calls value(x) for each number and variance(x) for those that cannot be negative.
-  template <class Value, class Variance>
-  void visit(Value value, Variance variance) const {
+  // Calls variance(x) for each number that cannot be negative, noise(x) for each variance of noise, and value(x) for
+  // the others.
+  template <class Value, class Variance, class Noise>
+  void visit(Value value, Variance variance, Noise noise) const {
     const auto all = [](T *x, Index n, auto f) {
       for (Index i = 0; i < n; ++i) f(x[i]);
+    };
+    const auto noises = [&](T *x, Index width) {
+      for (Index i = 0; i < noise_count(); ++i) {
+        for (Index l = 0; l < width; ++l, ++x) {
+          if (!matrix || i % (O + 1) == 0) {
+            noise(*x);
+          } else {
+            value(*x);
+          }
+        }
+      }
     };
     all(W, O * M * L, value);
     all(d, M * L, variance);
     all(u, LaneUD<T>::u_count(M), value);
-    all(R, noise_count() * L, value);
+    noises(R, L);
     all(log_weights, L, value);
     all(ages, L, variance);
     all(first_weights, O * M, value);
-    all(first_noise, noise_count(), value);
+    noises(first_noise, 1);
     const Index u_count = LaneUD<T>::u_count(M) / L;
     all(kept, O * M, value);
     all(kept + O * M, M, variance);
     all(kept + O * M + M, u_count, value);
-    all(kept + O * M + M + u_count, noise_count() + 1, value);
+    noises(kept + O * M + M + u_count, 1);
+    variance(kept[kept_count() - 1]);
     all(book, kBook, value);
   }
 

@@ -46,13 +46,17 @@ class Members {
     std::swap(z_, other_z_);
     if (h != nullptr) set_input(s, h, rows, flush_below);
     if (!s.begun()) set_first_factors(s);
+    for (Index a = 0; a < rows; ++a) forward_row(s, a);
+    rows_ = rows;
+    return mix(s);
+  }
+  // The mixture again, after the noise was set.
+  kbt_status mix(const Store &s) {
     s.weights(weights_);
-    for (Index a = 0; a < rows; ++a) {
-      forward_row(s, a);
+    for (Index a = 0; a < rows_; ++a) {
       mix_row(s, a);
       if (!in_range(s, a)) return KBT_E_RANGE;
     }
-    rows_ = rows;
     return KBT_OK;
   }
 
