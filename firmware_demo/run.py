@@ -103,7 +103,7 @@ def make_bundle(folder: Path, hidden: int) -> Path:
         raise RuntimeError("the shipped cart-pole bundle was expected to have one linear layer, the readout itself")
     head = shipped.head
     if hidden:
-        settings: dict[str, Any] = {"hidden": (hidden,), "prior_var": (1e-6, 10.0), "noise_var": 1e-3}
+        settings: dict[str, Any] = {"hidden": (hidden,), "prior_var": (1e-6, 10.0), "noise_var": 1e-3, "drift": 0.0}
         head = kbt.Head(readout[:, :-1], readout[:, -1], **settings)
     scaling = {name: getattr(shipped, name) for name in ("input_mean", "input_scale", "output_offset", "output_scale")}
     shutil.rmtree(folder, ignore_errors=True)

@@ -21,6 +21,12 @@ inline const char *bad_setting(const kbt_config &cfg) {
   if (cfg.dtype != KBT_FLOAT32 && cfg.dtype != KBT_FLOAT64) return "dtype";
 #endif
   if (cfg.layers < 1 || cfg.layers > KBT_MAX_LAYERS) return "layers";
+#ifdef KBT_ONLY_MEMBERS
+  if (!has_members(cfg)) return "drift";
+#endif
+#ifdef KBT_NO_MEMBERS
+  if (has_members(cfg)) return "drift";
+#endif
   for (int i = 0; i <= cfg.layers; ++i) {
     if (cfg.widths[i] < 1 || cfg.widths[i] > kWidest) return "widths";
   }

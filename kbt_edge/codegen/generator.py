@@ -93,10 +93,23 @@ def _described(name: str, model: Model) -> dict[str, Any]:
         "outputs": model.head.d_o,
         "output": config["output"],
         "dtype": config["dtype"],
+        "defines": _defines(config),
         "state_bytes": len(blob),
         "slot_bytes": _ALIGN + _rounded(len(blob)),
         "arena_array_bytes": planned.arena_bytes() - _rounded(_core.RECORD_BYTES[planned.dtype]),
     }
+
+
+def _defines(config: dict[str, Any]) -> list[str]:
+    """Leave out of the core what this head does not need. ``kbt_init`` rejects a head that the core does not have."""
+    members = (
+        config["drift"] == "auto"
+        and len(config["widths"]) == 2
+        and config["output"] == "gaussian"
+        and config["covariance"] != "diagonal"
+        and config["input_var"] == 0
+    )
+    return ["KBT_ONLY_MEMBERS" if members else "KBT_NO_MEMBERS"] + ["KBT_NO_FLOAT64"] * (config["dtype"] == "float32")
 
 
 def _rounded(count: int) -> int:

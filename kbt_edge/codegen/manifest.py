@@ -13,8 +13,8 @@ from kbt_edge.errors import BundleError, RangeError
 
 __all__ = ["FORMAT", "check_target", "checked_name", "read", "write"]
 
-# 1: cov and total_var of a float32 head were float. 2: without kbt/policy.c.
-FORMAT: Final = 3
+# 1: cov and total_var of a float32 head were float. 2: without kbt/policy.c. 3: without defines.
+FORMAT: Final = 4
 FILE: Final = "codegen.json"
 
 # Names that C, C++ or the core uses.

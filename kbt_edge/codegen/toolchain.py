@@ -112,8 +112,7 @@ def build_objects(
         raise BackendError("Eigen's headers were not found (pip install cmeel-eigen)")
     # No include path for the folder: its sources find each other by their quotes, and nothing else finds them.
     common = [*flags, *FLAGS, "-Wall", "-Wextra"]
-    if about["dtype"] == "float32":
-        common.append("-DKBT_NO_FLOAT64")
+    common += [f"-D{name}" for name in about["defines"]]
     objects = []
     own = (f"{name}.c", f"{name}_trunk.c", f"{name}_state.c", f"{name}_arena.cpp")
     for source in (*own, *(f"kbt/{file}" for file in CORE)):
