@@ -47,10 +47,10 @@ def kinds(output: Output, prior_is_given: bool) -> list[FilterKind]:
         ]
     else:
         found = [
-            FilterKind("still", 1.0, 1.0, 0.0),
-            FilterKind("still, less linear", 1e4, 0.1, 0.0),
+            FilterKind("still", 1.0, 5.0, 0.0),
+            FilterKind("still, less linear", 1e5, 0.3, 0.0),
             FilterKind("drifts", 1.0, 1.0, 1e-2),
-            FilterKind("has changed", 1.0, 1.0, 0.0),
+            FilterKind("has changed", 1.0, 5.0, 0.0),
         ]
     return [kind._replace(hidden=1.0, last=1.0) if prior_is_given else kind for kind in found]
 
@@ -72,7 +72,8 @@ class BankUpdate(NamedTuple):
 class ReferenceBank:
     """``kbt_edge.Head.from_means(means)`` with hidden layers or a softmax, and drift="auto".
 
-    ``settings`` are those of ``ReferenceHead``, without ``rule`` and ``drift``.
+    ``settings`` are those of ``ReferenceHead``, without ``rule``, ``drift`` and ``backward``. A bank has no use for
+    ``forgetting``.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class ReferenceBank:
         noise_var: npt.ArrayLike = 1e-2,
         output: Output = "gaussian",
         gate: float | None = None,
+        forgetting: float = 1.0,
         **settings: Any,
     ) -> None:
         self.means, self.noise_var, self.output, self.gate = list(means), noise_var, output, gate
@@ -146,8 +148,9 @@ class ReferenceBank:
 
     def suppose_changed(self) -> None:
         """The plant is known to have changed: all filters begin anew."""
-        self._begin_fresh(False)
-        self._change()
+        if self.samples > 0:
+            self._begin_fresh(False)
+            self._change()
 
     def _nis(self, p: Prediction, y: Array) -> float:
         """Of the mixture, output by output. Of a softmax as for its rows alone: Σ e² / p."""
