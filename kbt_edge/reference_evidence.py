@@ -42,6 +42,11 @@ class Challenger:
     lead: float = 0.0  # nats, all of them: proves a change
     age: int = 0  # samples
 
+    @property
+    def odds(self) -> float:
+        """None against evidence: a member that has just begun is wide, and would widen the mixture."""
+        return math.exp(min(self.evidence - DOUBT, 50.0)) - math.exp(-DOUBT) if self.evidence > 0 else 0.0
+
     def gain(self, nats: float) -> None:
         self.evidence = min(self.evidence + nats, MOST_PROOF)
         self.lead += nats
@@ -65,8 +70,7 @@ class Evidence:
     def weights(self) -> Array:
         """method.md (9.1): regular members by their evidence, a challenger by its odds against all of them."""
         regular = np.exp(self.log_weights)
-        odds = [math.exp(min(c.evidence - DOUBT, 50.0)) for c in (self.fresh, self.before)]
-        w = np.array([*(regular / regular.sum()), odds[0], odds[1] if self.has_before else 0.0])
+        w = np.array([*(regular / regular.sum()), self.fresh.odds, self.before.odds])
         return np.asarray(w / w.sum())
 
     @property
