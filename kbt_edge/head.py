@@ -260,12 +260,16 @@ class Head:
     def suppose_changed(self) -> None:
         """Tell the head that the plant has changed (a tool was swapped): it begins anew from the readout.
 
-        What it had learned is kept in case the plant goes back.
+        A head of one linear layer keeps what it had learned in case the plant goes back. Only for a watchful head: one
+        filter has not kept its readout, and rejects this with a ``RangeError``.
         """
         self._only_watchful("suppose_changed", self._core.suppose_changed())
 
     def reset(self) -> None:
-        """Forget all that was learned: the head is the readout again."""
+        """Forget all that was learned: the head is the readout again.
+
+        Only for a watchful head: one filter has not kept its readout, and rejects this with a ``RangeError``.
+        """
         self._only_watchful("reset", self._core.reset())
 
     @property

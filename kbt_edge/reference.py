@@ -41,8 +41,9 @@ Array = npt.NDArray[np.float64]
 NOISE_FLOOR = 1e-9  #: smallest noise variance
 SMOOTHING = 1e-7  #: τ of the multinomial noise, method.md (3.3)
 MOST_EXPLAINED = 0.9  #: of the innovation's covariance by the logits, method.md (11.4)
-ADAPT_START = 10  #: n₀ of the adaptive noise, method.md (3.4)
-ADAPT_WINDOW = 200  #: its window, in samples
+ADAPT_START = 10  #: samples that the first value of a learned noise counts as, method.md (8.2)
+NOISE_MEMORY = 100  #: samples that the learned noise remembers
+HUBER = 16.0  #: NIS per output that a sample counts as at most, method.md (8.3)
 LIKELIHOOD_FLOOR = 1e-30  #: probabilities below this are raised to it before taking the logarithm
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -257,11 +258,6 @@ class Innovation(NamedTuple):
         logdet = float(np.linalg.slogdet(self.cov)[1])
         return -0.5 * (self.nis + logdet + len(self.e) * math.log(2 * math.pi))
 
-    def noise_estimate(self) -> Array:
-        """r̂ of method.md (3.4), one EM step for a diagonal R."""
-        R = self.noise
-        return np.asarray((R @ _solve(self.cov, self.e)) ** 2 + np.diag(R - R @ _solve(self.cov, R)))
-
 
 def _innovation(e: Array, Sigma: Array, H: Array, R: Array, after: Array | float = 0.0) -> Innovation:
     cross = Sigma @ H.T
@@ -306,12 +302,17 @@ class Layer:
     """The Gaussian weights of one linear layer.
 
     ``mean`` is (n, m+1), bias last. ``cov`` is the part that the structure keeps: (n·(m+1), n·(m+1)) for ``full``,
-    (n, m+1, m+1) for ``neuron``, (n, m+1) for ``diagonal``.
+    (n, m+1, m+1) for ``neuron``, (n, m+1) for ``diagonal``. A ``unit`` is the variance per neuron that ``prior_var`` is
+    a multiple of. With ``full`` it is the same for all neurons.
     """
 
     def __init__(self, mean: Array, prior_var: float, structure: Covariance) -> None:
         self.mean, self.prior_var, self.structure = mean.copy(), prior_var, structure
-        self.cov = self.kept(prior_var * np.eye(mean.size))
+        self.set_prior(np.ones(len(mean)))
+
+    def set_prior(self, unit: Array) -> None:
+        """Independent weights with the variance that they have before any data."""
+        self.cov = self.kept(self.prior_var * np.diag(np.repeat(unit, self.mean.shape[1])))
 
     def dense(self) -> Array:
         """The joint covariance of all weights, zero outside the structure."""
@@ -334,29 +335,34 @@ class Layer:
         self.mean = self.mean + (gain @ innovation.e).reshape(self.mean.shape)
         self.cov = self.kept(self.dense() + gain @ (innovation.after - innovation.cov) @ gain.T)
 
-    def map_blocks(self, function: Callable[[Array], Array]) -> None:
-        """Applies ``function`` to every covariance matrix that the structure holds."""
+    def map_blocks(self, function: Callable[[Array, int], Array]) -> None:
+        """Applies ``function(matrix, neuron)`` to every covariance matrix that the structure holds."""
         if self.structure == "neuron":
-            self.cov = np.stack([function(block) for block in self.cov])
+            self.cov = np.stack([function(block, j) for j, block in enumerate(self.cov)])
         elif self.structure == "full":
-            self.cov = function(self.cov)
+            self.cov = function(self.cov, 0)
         else:
-            self.cov = np.array([function(np.array([[v]]))[0, 0] for v in self.cov.flat]).reshape(self.cov.shape)
+            rows = [[function(np.array([[v]]), j)[0, 0] for v in row] for j, row in enumerate(self.cov)]
+            self.cov = np.array(rows)
 
-    def forget(self, factor: float) -> None:
-        """Divides D of S = U D Uᵀ by the forgetting factor, limited by the prior variance: method.md (5.7)."""
+    def scale(self, ratio: Array) -> None:
+        """Multiplies the covariance of every neuron's weights."""
+        self.map_blocks(lambda S, j: np.asarray(ratio[j] * S))
 
-        def forget(S: Array) -> Array:
+    def let_go(self, forgetting: float, step: float, unit: Array) -> None:
+        """Forgetting, method.md (5.7), and a random walk, (9.3). Neither raises D of S = U D Uᵀ above the prior."""
+
+        def raised(S: Array, j: int) -> Array:
             U, D = _ud(S)
-            return np.asarray((U * np.minimum(D / factor, np.maximum(D, self.prior_var))) @ U.T)
+            return np.asarray((U * np.minimum(D / forgetting + step, np.maximum(D, self.prior_var * unit[j]))) @ U.T)
 
-        self.map_blocks(forget)
+        self.map_blocks(raised)
 
     def clip(self) -> int:
         """Sets negative eigenvalues to zero and returns how many were negative beyond rounding."""
         clipped = 0
 
-        def clip(S: Array) -> Array:
+        def clip(S: Array, _: int) -> Array:
             nonlocal clipped
             value, vector = np.linalg.eigh(S)
             clipped += int((value < -len(S) * np.finfo(np.float64).eps * np.abs(value).max()).sum())
@@ -403,8 +409,10 @@ class Forward(NamedTuple):
 class ReferenceHead:
     """The Bayesian head of docs/method.md with the settings of ``kbt_edge.Head``.
 
-    ``means`` is one (n, m+1) array per linear layer. ``backward="diagonal"`` is the paper's Σ_uz, for the ablation. It
-    makes covariances indefinite (method.md §4); ``clipped`` counts the negative eigenvalues that were set to zero.
+    One filter: ``drift`` is a number, and ``reference_bank`` has several. ``means`` is one (n, m+1) array per linear
+    layer. ``in_units_of_noise`` makes the prior a ratio to the noise and steps robust, method.md §8; None: where the
+    noise is learned. ``backward="diagonal"`` is the paper's Σ_uz, for the ablation. It makes covariances indefinite
+    (method.md §4); ``clipped`` counts the negative eigenvalues that were set to zero.
     """
 
     def __init__(
@@ -422,6 +430,8 @@ class ReferenceHead:
         input_var: float = 0.0,
         forgetting: float = 1.0,
         gate: float | None = None,
+        drift: float = 0.0,
+        in_units_of_noise: bool | None = None,
         backward: Literal["exact", "diagonal"] = "exact",
     ) -> None:
         _choice("output", output, ("gaussian", "softmax"))
@@ -439,6 +449,7 @@ class ReferenceHead:
         _require(softmax_order in (0, 1, 2), f"softmax_order must be 0, 1 or 2, got {softmax_order}")
         _require(0 < forgetting <= 1, f"forgetting must lie in (0, 1], got {forgetting}")
         _require(input_var >= 0, f"input_var must not be negative, got {input_var}")
+        _require(drift >= 0, f"drift must not be negative, got {drift}")
         _require(gate is None or gate > 0, f"gate must be positive or None, got {gate}")
 
         weights = [_finite("means", mean) for mean in means]
@@ -457,11 +468,18 @@ class ReferenceHead:
         ]
         self.output, self.rule, self.noise, self.backward = output, rule, noise, backward
         self.relu_order, self.softmax_order = relu_order, softmax_order
-        self.input_var, self.forgetting, self.gate = float(input_var), float(forgetting), gate
+        self.input_var, self.forgetting, self.gate, self.drift = float(input_var), float(forgetting), gate, drift
+        self.in_units_of_noise = noise == "adaptive" if in_units_of_noise is None else in_units_of_noise
         self.noise_var = self._noise(noise_var)
         _require(noise != "adaptive" or self.noise_var.ndim == 1, "noise='adaptive' needs noise_var per output")
         self.samples = 0
         self.clipped = 0
+        self.set_prior()
+
+    def set_prior(self, relative: float = 1.0) -> None:
+        """Covariances before any data, ``relative`` times as wide in the last layer."""
+        for i, layer in enumerate(self.layers):
+            layer.set_prior(self._unit(i) * (relative if i == len(self.layers) - 1 else 1.0))
 
     def predict(self, h: npt.ArrayLike) -> Prediction:
         """The predictive distribution for h, (d,) or (rows, d)."""
@@ -478,7 +496,7 @@ class ReferenceHead:
                 q = moment_softmax(u.mean.reshape(mean.shape), u.cov).q
                 total = q * (1 - q)
         else:
-            total = var + (self.noise_var if self.noise_var.ndim == 1 else np.diag(self.noise_var))
+            total = var + self._variances()
         shape = mean.shape if np.ndim(h) == 2 else (self.d_o,)
         return Prediction(mean.reshape(shape), cov, total.reshape(shape))
 
@@ -495,18 +513,51 @@ class ReferenceHead:
         if self.gate is not None and nis > self.gate:
             return Update("gated", nis, log_likelihood)
 
+        weight = 1.0
+        if self.in_units_of_noise and nis > HUBER * target.size:  # method.md (8.3)
+            weight = HUBER * target.size / nis
+            innovation, _ = self._measure(forward.linear[-1], target, R / weight)
+
         for layer, gain in zip(self.layers, self._backward(forward, innovation.gain), strict=True):
             layer.update(gain, innovation)
             if self.backward == "diagonal":
                 self.clipped += layer.clip()
-            if self.forgetting < 1:
-                layer.forget(self.forgetting)
         if self.noise == "adaptive" and noise_var is None:
-            estimate = innovation.noise_estimate().reshape(target.shape).mean(axis=0)
-            step = 1 / min(ADAPT_START + self.samples, ADAPT_WINDOW)
-            self.noise_var = np.maximum(self.noise_var + step * (estimate - self.noise_var), NOISE_FLOOR)
+            self._learn_noise(forward.linear[-1], target, weight)
+        if self.forgetting < 1 or self.drift > 0:
+            self._let_go(rows, forward)
         self.samples += 1
         return Update("ok", nis, log_likelihood)
+
+    def _learn_noise(self, u: LinearMoments, y: Array, weight: float) -> None:
+        """method.md (8.2), averaged over rows. What is in units of the noise goes with it."""
+        R, e, var = self.noise_var, y - u.mean.reshape(y.shape), np.diag(u.cov).reshape(y.shape)
+        found = (weight * e**2 * R / (R + var)).mean(axis=0)
+        rate = 1 / min(ADAPT_START + self.samples, NOISE_MEMORY)
+        self.noise_var = np.maximum(R + rate * (found - R), NOISE_FLOOR)
+        for i, layer in enumerate(self.layers):
+            layer.scale(self._per_neuron(i, self.noise_var / R))
+
+    def _let_go(self, h: Array, forward: Forward) -> None:
+        """A walk moves the outputs of every layer by ``drift`` times the noise per sample, at this input."""
+        noise = 1.0 if self.output == "softmax" else float(self._variances().mean())
+        for i, layer in enumerate(self.layers):
+            z = h if i == 0 else forward.relu[i - 1][0].reshape(len(h), -1)
+            size = float((z**2).sum()) / len(h) + 1  # of [z, 1]
+            layer.let_go(self.forgetting, self.drift * noise / size, self._unit(i))
+
+    def _variances(self) -> Array:
+        return self.noise_var if self.noise_var.ndim == 1 else np.diag(self.noise_var)
+
+    def _unit(self, i: int) -> Array:
+        """What the prior of layer i is a multiple of, per neuron."""
+        return self._per_neuron(i, self._variances() if self.in_units_of_noise else np.ones(self.d_o))
+
+    def _per_neuron(self, i: int, of_outputs: Array) -> Array:
+        """Outputs have their own neurons in the last layer, and share the layers below and a joint covariance."""
+        layer = self.layers[i]
+        own = i == len(self.layers) - 1 and layer.structure != "full"
+        return of_outputs if own else np.full(len(layer.mean), of_outputs.mean())
 
     def _forward(self, h: Array) -> Forward:
         """The moments of method.md §2 through all layers, all rows jointly."""

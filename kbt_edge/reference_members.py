@@ -18,29 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import RangeError, ShapeError
-from .reference import ADAPT_START, NOISE_FLOOR, Array, Prediction, _ud
+from .reference import ADAPT_START, HUBER, NOISE_FLOOR, NOISE_MEMORY, Array, Prediction, _ud
+from .reference_evidence import SIZE_MEMORY, SURPRISE, Event, Evidence, mixed_density
 
 __all__ = ["KINDS", "Kind", "Member", "MembersUpdate", "ReferenceMembers"]
 
 WIDE = 2e4  #: variance of an output before any data, in units of the noise
 NARROW = 30.0  #: the same, of the member for noisy targets
-HUBER = 16.0  #: NIS per output that a sample counts as at most
-SURPRISE = 16.0  #: NIS per output of the mixture at which the fresh member begins
-CAP = 2.0  #: nats of evidence that one sample may bring
-PROOF = 16.0  #: nats against the fresh member at which it begins anew
-DOUBT = 8.0  #: nats at which a challenger is as probable as the regular members
-YOUNG = 120  #: samples for which a challenger must have been ahead
-LIVES = 3  #: the fresh member begins anew after 3 (d + 1) samples, and not before 3 times the above
-MOST_RETURNS = 3  #: each return doubles the patience, up to this many times
-LEAD_RATE = 0.5  #: nats per sample by which a challenger must have been ahead
-MOST_PROOF = 24.0  #: nats: evidence beyond is not saved up
-FADE = 0.998  #: of the log weights, per sample
-SHARE = 1e-3  #: of the weights is spread evenly
-NOISE_MEMORY = 100  #: samples that the learned noise remembers
 BRIEF_MEMORY = 10  #: the same, of the member for noisy targets
-SIZE_MEMORY = 1000  #: samples that the mean of |z|² remembers
 LARGEST_NIS = 1e30  #: of one output
-LEAST_DENSITY = 1e-30  #: of the mixture, relative to the best member
 
 Noise = Literal["adaptive", "constant", "full"]
 
@@ -78,27 +64,10 @@ class Member:
     age: int = 0  # samples that the noise was learned from
 
 
-@dataclass
-class Challenger:
-    """What speaks for the fresh member, or for the one before the change."""
-
-    evidence: float = 0.0  # nats, at most MOST_PROOF: gives the weight
-    lead: float = 0.0  # nats, all of them: proves a change
-    age: int = 0  # samples
-
-    def gain(self, nats: float) -> None:
-        self.evidence = min(self.evidence + nats, MOST_PROOF)
-        self.lead += nats
-        self.age += 1
-
-    def proves(self, patience: int) -> bool:
-        return self.age >= patience and self.lead > LEAD_RATE * self.age
-
-
 class MembersUpdate(NamedTuple):
     nis: float
     log_likelihood: float
-    changed: Literal["none", "changed", "returned"]
+    changed: Event
 
 
 class ReferenceMembers:
@@ -125,18 +94,11 @@ class ReferenceMembers:
         nothing = np.zeros((self.d + 1, self.d + 1))  # until the first sample
         self.members = [Member(self.first_W, nothing, self.first_R) for _ in KINDS]
         self.kept = self.members[0]  # the best regular member, as it was when the fresh one began
-        self.log_weights = np.full(REGULAR, -math.log(REGULAR))
-        self.fresh, self.before = Challenger(), Challenger()
-        self.suspicious = self.has_before = False
-        self.size, self.seen, self.returns, self.samples = 0.0, 0, 0, 0
+        self.evidence, self.samples = Evidence(REGULAR), 0
 
     @property
     def weights(self) -> Array:
-        """method.md (9.1): regular members by their evidence, a challenger by its odds against all of them."""
-        regular = np.exp(self.log_weights)
-        odds = [math.exp(min(c.evidence - DOUBT, 50.0)) for c in (self.fresh, self.before)]
-        w = np.array([*(regular / regular.sum()), odds[0], odds[1] if self.has_before else 0.0])
-        return np.asarray(w / w.sum())
+        return self.evidence.weights
 
     def predict(self, h: npt.ArrayLike) -> Prediction:
         """Mean, epistemic covariance and total variance of the mixture, method.md (9.2), for (d,) or (rows, d)."""
@@ -172,16 +134,14 @@ class ReferenceMembers:
     def _learn(self, z: Array, y: Array, given: Array | None) -> MembersUpdate:
         mixture, w, size = self._mixture(z[None], ()), self.weights, float(z @ z)
         nis = float(np.minimum((y - mixture.mean) ** 2 / mixture.total_var, LARGEST_NIS).sum())
-        self.size += (size - self.size) / min(self.seen + 1, SIZE_MEMORY)
-        self.seen = min(self.seen + 1, SIZE_MEMORY)
-        if nis > SURPRISE * self.d_o and not self.suspicious:  # perhaps the first sample of a changed plant
+        self.evidence.note_size(size)
+        if nis > SURPRISE * self.d_o and not self.evidence.suspicious:  # perhaps the first sample of a changed plant
             self._begin_fresh(True)
 
         judged = [self._judge(m, z, y, given) for m in self.members]
         log_density = np.array([density for _, density in judged])
-        top = float(log_density.max())
-        log_likelihood = top + math.log(max(float(w @ np.exp(log_density - top)), LEAST_DENSITY))
-        self._weigh_in(log_density)
+        log_likelihood = mixed_density(w, log_density)
+        self.evidence.weigh_in(log_density, self.d_o)
         for kind, m, (own_nis, _) in zip(KINDS[:BEFORE], self.members, judged, strict=False):
             self._learn_member(kind, m, z, y, given, min(1.0, HUBER * self.d_o / max(own_nis, NOISE_FLOOR)))
         for kind, m in zip(KINDS[:REGULAR], self.members, strict=False):
@@ -212,57 +172,38 @@ class ReferenceMembers:
                 R = m.R + rate * ((found if self.noise == "full" else np.diag(np.diag(found))) - m.R)
                 m.R = R + np.diag(np.maximum(NOISE_FLOOR - np.diag(R), 0.0))
 
-    def _weigh_in(self, log_density: Array) -> None:
-        """method.md (9.1) for one sample: evidence of the challengers, then the weights of the regular members."""
-        regular = log_density[:REGULAR]
-        joint = self.log_weights + regular
-        top = float(joint.max())
-        mixture = top + math.log(float(np.exp(joint - top).sum() / np.exp(self.log_weights).sum()))
-        gains = np.clip(log_density[[FRESH, BEFORE]] - mixture, -CAP, CAP)
-        self.fresh.gain(float(gains[0]))
-        if self.has_before:
-            self.before.gain(float(gains[1]))
-            if self.before.evidence <= 0:  # the lead counts from where it was last ahead
-                self.before = Challenger()
-        best = regular.max()
-        x = FADE * self.log_weights + np.maximum(regular, best - CAP * self.d_o) - best
-        w = np.exp(x - x.max())
-        self.log_weights = np.log((1 - SHARE) * w / w.sum() + SHARE / REGULAR)
-
     def _walk(self, kind: Kind, m: Member) -> None:
         """method.md (9.3): P + Q, with Q diagonal in the basis U of P = U D Uᵀ, and no D raised above the prior."""
         if kind.walk or kind.bias_walk:
             U, D = _ud(m.P)
-            step = np.full(len(D), kind.walk / self.size) if kind.walk else kind.bias_walk * (np.arange(len(D)) == 0)
-            m.P = np.asarray((U * np.minimum(D + step, np.maximum(D, self._prior(kind, self.size)))) @ U.T)
+            step = (
+                np.full(len(D), kind.walk / self.evidence.size)
+                if kind.walk
+                else kind.bias_walk * (np.arange(len(D)) == 0)
+            )
+            m.P = np.asarray((U * np.minimum(D + step, np.maximum(D, self._prior(kind, self.evidence.size)))) @ U.T)
 
-    def _decide(self) -> Literal["none", "changed", "returned"]:
+    def _decide(self) -> Event:
         """Has the plant changed, or gone back? Otherwise the fresh member may be due to begin again. method.md §9"""
-        patience = YOUNG << self.returns
-        if self.before.proves(patience):
-            self._replace_members(BEFORE)
-            self.returns = min(self.returns + 1, MOST_RETURNS)
-            return "returned"
-        if self.fresh.proves(patience):
-            self._replace_members(FRESH)
-            return "changed"
-        if self.fresh.age >= LIVES * max(self.d + 1, patience) or self.fresh.evidence < -PROOF:
+        event = self.evidence.decide()
+        if event != "none":
+            self._replace_members(BEFORE if event == "returned" else FRESH)
+        elif self.evidence.fresh_is_due(self.d + 1):
             self._begin_fresh(False)
-        return "none"
+        return event
 
     def _begin_fresh(self, suspicious: bool) -> None:
-        self.kept = replace(self.members[int(self.log_weights.argmax())])
-        P = self._prior(KINDS[FRESH], self.size) * np.eye(self.d + 1)
+        self.kept = replace(self.members[self.evidence.best])
+        P = self._prior(KINDS[FRESH], self.evidence.size) * np.eye(self.d + 1)
         self.members[FRESH] = Member(self.first_W, P, self.first_R)
-        self.fresh, self.suspicious = Challenger(), suspicious
+        self.evidence.begin_fresh(suspicious)
 
     def _replace_members(self, source: int) -> None:
         """The regular members go on from member ``source``. What was kept is the member before the change."""
         new = self.members[source]
         self.members[:REGULAR] = [replace(new) for _ in range(REGULAR)]
         self.members[BEFORE] = self.kept
-        self.log_weights = np.full(REGULAR, -math.log(REGULAR))
-        self.before, self.has_before = Challenger(), True
+        self.evidence.members_replaced(keep_before=True)
         self._begin_fresh(False)
 
     def _prior(self, kind: Kind, size: float) -> float:
@@ -271,7 +212,7 @@ class ReferenceMembers:
 
     def _set_first_covariances(self, z: Array) -> None:
         """Before the first sample the prior is as wide as the input asks for."""
-        for kind, m in zip(KINDS if self.seen == 0 else (), self.members, strict=False):
+        for kind, m in zip(KINDS if self.evidence.seen == 0 else (), self.members, strict=False):
             m.P = self._prior(kind, float(z @ z)) * np.eye(len(z))
             self.kept = replace(self.members[0])
 

@@ -86,6 +86,7 @@ class Bank {
     if (!several()) return;
     const NoiseModel<T> &noise = filters_[0].noise();
     array(first_noise_, noise.count()) = array(noise.values, noise.count());
+    for (Index k = 0; k < kMost && !evidence_.begun(); ++k) filters_[k].reset_factors(T(1));  // as put_back does
   }
 
   // ---- predict -----------------------------------------------------------------------------------------------------
@@ -301,11 +302,10 @@ class Bank {
     for (Index k = 0; k < count_; ++k) {
       if (pass(filters_[k]) != KBT_OK) status = KBT_E_RANGE;
     }
-    if (status == KBT_OK && several()) mix();
-    return status;
+    return status == KBT_OK && several() ? mix() : status;
   }
-  // (9.2)
-  void mix() {
+  // (9.2). Rejects predictions so far apart that their covariance could leave the range.
+  kbt_status mix() {
     const Index K = rows_ * outputs();
     T w[Weights::kAll];
     evidence_.weights(w);
@@ -313,16 +313,19 @@ class Bank {
       weights_[k] = w[k];
       filters_[k].read_prediction(means_ + k * K, nullptr, totals_ + k * K);
     }
+    kbt_status status = KBT_OK;
     for (Index i = 0; i < K; ++i) {
       T mean = T(0), total = T(0);
       for (Index k = 0; k < kMost; ++k) mean += weights_[k] * means_[k * K + i];
       for (Index k = 0; k < kMost; ++k) {
         const T apart = means_[k * K + i] - mean;
         total += weights_[k] * (totals_[k * K + i] + apart * apart);
+        if (!(apart * apart < kLargest<T>)) status = KBT_E_RANGE;
       }
       mean_[i] = mean;
       total_[i] = is_finite(total) ? total : std::numeric_limits<T>::max();
     }
+    return status;
   }
   // Of a softmax as for its rows alone: sum e^2 / p.
   T mixed_nis(const T *y) const {

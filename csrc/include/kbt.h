@@ -211,9 +211,11 @@ KBT_API kbt_status kbt_get_belief(const kbt_head *head, kbt_belief *belief);
 /* The latest changes, oldest first, at most `room` of them; *count tells how many. */
 KBT_API kbt_status kbt_get_changes(const kbt_head *head, kbt_change *changes, int32_t room, int32_t *count);
 /* The plant is known to have changed (a tool was swapped): the head begins anew from its prior, and keeps what it had
- * learned in case the plant goes back. A head without members begins anew. */
+ * learned in case the plant goes back, which heads of one linear layer notice. Nothing happens before the first sample.
+ * KBT_E_CONFIG for a head whose drift is not KBT_DRIFT_AUTO: it is one filter, which has not kept its prior. */
 KBT_API kbt_status kbt_suppose_changed(kbt_head *head);
-/* Back to the prior, as after kbt_set_prior. */
+/* Back to the prior, as after kbt_set_prior or kbt_set_means. KBT_E_CONFIG for a head whose drift is not
+ * KBT_DRIFT_AUTO: it has not kept its prior, which kbt_set_prior or kbt_set_means gives again. */
 KBT_API kbt_status kbt_reset(kbt_head *head);
 KBT_API uint64_t kbt_samples(const kbt_head *head);       /* updates learned since the prior was set */
 KBT_API int32_t kbt_predicted_rows(const kbt_head *head); /* rows that kbt_observe would learn; 0 = none */

@@ -12,7 +12,10 @@ import numpy as np
 from kbt_edge._progress import Tell
 from kbt_edge.bench.figures import summary
 from kbt_edge.bench.workload import Workload
+from kbt_edge.head import Head
 from kbt_edge.reference import ReferenceHead
+from kbt_edge.reference_bank import ReferenceBank
+from kbt_edge.reference_members import ReferenceMembers
 from kbt_edge.trunk import Trunk
 
 __all__ = ["run"]
@@ -58,12 +61,25 @@ def _samples(work: Workload) -> tuple[list[Any], list[Any]]:
 
 def _reference(work: Workload) -> Callable[[int], object]:
     head = work.model.head
-    config = {key: value for key, value in head.config.items() if key not in ("widths", "dtype", "max_rows")}
-    reference = ReferenceHead([layer.mean for layer in head.layers], **config)
+    reference = _reference_of(head)
     h, y = _samples(work)
     if head.config["output"] == "softmax":
         y = [np.eye(head.d_o)[labels] for labels in y]
     return lambda i: reference.update(h[i % len(h)], y[i % len(y)])
+
+
+def _reference_of(head: Head) -> ReferenceHead | ReferenceBank | ReferenceMembers:
+    c, means = head.config, [layer.mean for layer in head.layers]
+    config = {key: value for key, value in c.items() if key not in ("widths", "dtype", "max_rows")}
+    if c["drift"] != "auto":
+        return ReferenceHead(means, **config)
+    del config["drift"], config["rule"]
+    linear = len(means) == 1 and c["output"] == "gaussian" and c["covariance"] != "diagonal"
+    if not linear or c["input_var"] > 0:
+        return ReferenceBank(means, **config)
+    prior_var = None if c["prior_var"] is None else c["prior_var"][0]
+    noise = {"noise_var": c["noise_var"], "noise": c["noise"]}
+    return ReferenceMembers(means[0][:, :-1], means[0][:, -1], prior_var=prior_var, **noise)
 
 
 def _onnxruntime(work: Workload) -> Callable[[int], object]:

@@ -123,6 +123,7 @@ def _bytes(size: Size) -> int:
     config = _core.Config(size.d, size.outputs)
     config.widths = list(size.widths)
     config.prior_var = [1.0] * (len(size.widths) - 1)
+    config.drift = 0.0
     config.max_rows = size.rows
     config.dtype = DTYPES.index(size.dtype)
     config.covariance = COVARIANCES.index(size.structure)
@@ -138,6 +139,7 @@ def _measure(size: Size, harness: Harness, seed: int) -> dict[str, Any]:
         hidden=size.widths[1:-1],
         prior_var=(1e-4,) * (layers - 1) + (0.1,),
         noise_var=0.1,
+        drift=0.0,
         covariance=size.structure,
         max_rows=size.rows,
         dtype=size.dtype,

@@ -528,7 +528,7 @@ def test_the_load_of_others_is_what_is_left_of_the_busy_time() -> None:
 @pytest.mark.parametrize("hidden", [0, 12])
 def test_factors_are_as_many_as_the_head_stores(structure: str, hidden: int) -> None:
     size = sweep.Size(d=5, hidden=hidden, outputs=3, structure=structure)
-    head = kbt.Head(np.ones((3, 5)), hidden=(12,) if hidden else (), covariance=structure)
+    head = kbt.Head(np.ones((3, 5)), hidden=(12,) if hidden else (), covariance=structure, drift=0.0)
     stored = 0
     for layer in head.layers:
         blocks = layer.cov if layer.cov.ndim == 3 else layer.cov[None]

@@ -25,7 +25,7 @@ pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    head = kbt.Head(np.ones((1, 3)), hidden=(8,), prior_var=(1e-4, 0.25), noise_var=0.04)
+    head = kbt.Head(np.ones((1, 3)), hidden=(8,), prior_var=(1e-4, 0.25), noise_var=0.04, drift=0.0)
     model = Model(
         tiny_onnx.Control().onnx,
         head,
@@ -74,7 +74,8 @@ def test_inspect_tells_what_is_in_a_bundle(folder: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("covariance", ["full", "neuron", "diagonal"])
 def test_the_range_of_deviations_is_that_of_the_prior_before_any_data(covariance: str) -> None:
-    head = kbt.Head(np.ones((2, 3)), hidden=(6,), prior_var=(0.04, 0.25), covariance=covariance)
+    head = kbt.Head(np.ones((2, 3)), hidden=(6,), prior_var=(0.04, 0.25), covariance=covariance, drift=0.0,
+                    noise_var=0.01)  # fmt: skip
     for layer, deviation in zip(head.layers, (0.2, 0.5), strict=True):
         told = inspect.describe_layer(layer)
         assert told["smallest_std"] == pytest.approx(deviation)

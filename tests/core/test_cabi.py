@@ -230,8 +230,9 @@ def test_a_bad_setting_is_named_before_any_memory_is_needed(field: str, value: A
     assert (guard == GUARD).all()
 
 
-@pytest.mark.parametrize("entry", [("widths", 0, 0), ("widths", 2, -5), ("widths", 1, 2**20 + 1), ("prior_var", 0, -0.5),
-                                   ("prior_var", 1, nan), ("prior_var", 1, -1.0), ("prior_var", 1, inf)])  # fmt: skip
+@pytest.mark.parametrize("entry", [("widths", 0, 0), ("widths", 2, -5), ("widths", 1, 2**20 + 1),
+                                   ("prior_var", 0, -0.5), ("prior_var", 1, nan), ("prior_var", 1, -1.0),
+                                   ("prior_var", 1, inf)])  # fmt: skip
 def test_a_bad_entry_of_an_array_is_named(entry: tuple[str, int, Any]) -> None:
     field, index, value = entry
     cfg, culprit = config(3, 6, 2), ffi.new("const char **")

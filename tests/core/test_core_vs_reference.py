@@ -153,7 +153,7 @@ def test_a_unit_that_is_dead_in_one_row_and_alive_in_another_equals_reference(
     hidden, last = rng.normal(size=(neurons, 3)), rng.normal(size=(2, neurons + 1))
     hidden[0] = [10.0, 0.0, 0.0]
     settings = dict(prior_var=(0.02, 0.3), noise_var=0.2, covariance="neuron")
-    head = kbt.Head.from_means([hidden, last], dtype="float64", max_rows=len(order), **settings)
+    head = kbt.Head.from_means([hidden, last], dtype="float64", max_rows=len(order), drift=0.0, **settings)
     reference = ReferenceHead([hidden, last], **settings)
     for _ in range(5):
         rows = np.array([[-5.0, 0.3], [3.0, 1.0], [1.5, -2.0]])[list(order)] + 0.1 * rng.normal(size=(len(order), 2))

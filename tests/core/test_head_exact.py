@@ -73,7 +73,8 @@ def blocks(covariance: Array, d_o: int) -> Array:
 )
 def test_a_single_layer_is_batch_regression_after_any_stream(covariance: str, noise: str, seed: int) -> None:
     weight, bias, prior_var, stream = random_stream(seed, noise)
-    head = kbt.Head(weight, bias, prior_var=prior_var, drift=0.0, noise_var=1, covariance=covariance, max_rows=3, dtype="float64")
+    head = kbt.Head(weight, bias, prior_var=prior_var, drift=0.0, noise_var=1, covariance=covariance, max_rows=3,
+                    dtype="float64")  # fmt: skip
     for sample in stream:
         head.update(sample.h, sample.y, sample.R)
 
@@ -90,7 +91,8 @@ def test_regression_needs_no_noise_per_call(covariance: str) -> None:
     weight, bias, prior_var, stream = random_stream(3, "matrix" if covariance == "full" else "per output")
     R = stream[0].R
     stream = [Sample(s.h, s.y, R) for s in stream]
-    head = kbt.Head(weight, bias, prior_var=prior_var, drift=0.0, noise_var=R, covariance=covariance, max_rows=3, dtype="float64")
+    head = kbt.Head(weight, bias, prior_var=prior_var, drift=0.0, noise_var=R, covariance=covariance, max_rows=3,
+                    dtype="float64")  # fmt: skip
     for sample in stream:
         head.update(sample.h, sample.y)
     mean, _ = joint_regression(weight, bias, prior_var, stream)
@@ -99,7 +101,8 @@ def test_regression_needs_no_noise_per_call(covariance: str) -> None:
 
 def test_the_prediction_of_a_single_layer_is_the_posterior_predictive() -> None:
     weight, bias, prior_var, stream = random_stream(5, "matrix")
-    head = kbt.Head(weight, bias, prior_var=prior_var, drift=0.0, noise_var=1, covariance="full", max_rows=3, dtype="float64")
+    head = kbt.Head(weight, bias, prior_var=prior_var, drift=0.0, noise_var=1, covariance="full", max_rows=3,
+                    dtype="float64")  # fmt: skip
     for sample in stream:
         head.update(sample.h, sample.y, sample.R)
     mean, cov = joint_regression(weight, bias, prior_var, stream)
@@ -124,7 +127,8 @@ def test_regression_stays_exact_when_the_noise_is_small(
 ) -> None:
     rng = np.random.default_rng(0)
     weight, truth = rng.normal(size=(2, d_o, 3)).astype(np.float32)
-    head = kbt.Head(weight, prior_var=1, drift=0.0, noise_var=noise_var, covariance=covariance, max_rows=rows, dtype=dtype)
+    head = kbt.Head(weight, prior_var=1, drift=0.0, noise_var=noise_var, covariance=covariance, max_rows=rows,
+                    dtype=dtype)  # fmt: skip
     stream = []
     for _ in range(20):
         h = rng.normal(size=(rows, 3)).astype(np.float32)
@@ -187,8 +191,8 @@ HEADS = [
 def make(settings: dict[str, object], **more: object) -> kbt.Head:
     rng = np.random.default_rng(11)
     prior_var = 0.2 if settings["hidden"] == () else (1e-2, 0.2)
-    return kbt.Head(rng.normal(size=(3, 4)), rng.normal(size=3), prior_var=prior_var, drift=0.0, noise_var=0.1, max_rows=2,
-                    **settings, **more)  # type: ignore[arg-type]  # fmt: skip
+    return kbt.Head(rng.normal(size=(3, 4)), rng.normal(size=3), prior_var=prior_var, drift=0.0, noise_var=0.1,
+                    max_rows=2, **settings, **more)  # type: ignore[arg-type]  # fmt: skip
 
 
 def sample(settings: dict[str, object], rng: np.random.Generator, rows: int) -> tuple[Array, Array]:
@@ -231,8 +235,8 @@ def test_predict_never_changes_the_state_and_repeats_itself(settings: dict[str, 
 def test_a_variance_that_has_cancelled_to_rounding_is_not_negative(scale: float) -> None:
     """Samples tell how two classes differ and nothing of what they share: J S J^T is a difference of large numbers."""
     rng = np.random.default_rng(0)
-    head = kbt.Head(rng.normal(size=(2, 2)), output="softmax", noise="constant", drift=0.0, noise_var=1e-2, prior_var=1e3,
-                    covariance="full", softmax_order=1)  # fmt: skip
+    head = kbt.Head(rng.normal(size=(2, 2)), output="softmax", noise="constant", drift=0.0, noise_var=1e-2,
+                    prior_var=1e3, covariance="full", softmax_order=1)  # fmt: skip
     truth = rng.normal(size=(2, 2))
     for _ in range(2000):
         h = rng.normal(size=2)
@@ -256,8 +260,8 @@ def test_under_replace_the_predictive_variance_becomes_that_of_the_data(
 ) -> None:
     rng = np.random.default_rng(0)
     weight, truth = rng.normal(size=(1, 4)), rng.normal(size=4)
-    head = kbt.Head(weight, hidden=hidden, prior_var=(1e-5, 1.0)[1 - len(hidden) :], drift=0.0, noise_var=data_var, rule="replace",
-                    covariance=covariance)  # fmt: skip
+    head = kbt.Head(weight, hidden=hidden, prior_var=(1e-5, 1.0)[1 - len(hidden) :], drift=0.0, noise_var=data_var,
+                    rule="replace", covariance=covariance)  # fmt: skip
     assert head.predict(np.ones(4)).total_var[0] < 0.6 * data_var  # far from it at first
     for _ in range(3000):
         h = rng.normal(size=4)

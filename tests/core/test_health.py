@@ -57,7 +57,7 @@ def share(found: Counter[str], verdict: str) -> float:
         {"outputs": 3, "max_rows": 2},
         {"hidden": (8,), "prior_var": (1e-6, 1.0)},
         {"forgetting": 0.995},
-        {"noise": "adaptive"},
+        {"noise": "adaptive", "prior_var": 100.0},  # a ratio to the noise
         {"gate": 16.0},
         {"gate": 6.63},  # rejects 1 % of good samples: the band knows
         {"dtype": "float64"},
@@ -141,7 +141,7 @@ def softmax_verdicts(seeds: int, temperature: float = 1.0, prior_var: float = 0.
         rng = np.random.default_rng(seed)
         weight = rng.normal(size=(4, D))
         true = weight + np.sqrt(prior_var) * rng.normal(size=weight.shape)
-        head = kbt.Head(weight, prior_var=prior_var, output="softmax")
+        head = kbt.Head(weight, prior_var=prior_var, output="softmax", drift=0.0)
         h = rng.normal(size=(samples, D)).astype(np.float32)
         labels = np.argmax(h @ true.T / temperature + rng.gumbel(size=(samples, 4)), axis=1).astype(np.int32)
         for step in range(samples):
@@ -163,7 +163,7 @@ def test_the_band_of_a_sure_softmax_allows_for_rare_labels() -> None:
     alarms = checks = 0
     for seed in range(60):
         rng = np.random.default_rng(seed)
-        head = kbt.Head([[np.log(1999.0)], [0.0]], prior_var=1e-12, output="softmax")
+        head = kbt.Head([[np.log(1999.0)], [0.0]], prior_var=1e-12, output="softmax", drift=0.0)
         for step in range(300):
             head.update([1.0], int(rng.random() < 1 / 2000))
             if step >= 29 and step % 10 == 9:
@@ -177,7 +177,7 @@ def test_the_band_of_a_sure_softmax_allows_for_rare_labels() -> None:
 def test_the_band_of_a_softmax_is_that_of_its_mean_surprise_whatever_the_rows(rows: int, rare: float) -> None:
     """The mean of independent surprises has known moments. The gamma distribution with them is Pearson's type III."""
     stats = pytest.importorskip("scipy.stats")
-    head = kbt.Head([[np.log((1 - rare) / rare)], [0.0]], prior_var=1e-12, output="softmax", max_rows=rows)
+    head = kbt.Head([[np.log((1 - rare) / rare)], [0.0]], prior_var=1e-12, output="softmax", max_rows=rows, drift=0.0)
     for _ in range(40):
         head.update(np.ones((rows, 1)), np.zeros(rows, np.int32))
     p = np.array([1 - rare, rare])

@@ -107,6 +107,7 @@ def test_core_equals_reference(noise: str, structure: str, hidden: tuple[int, ..
             noise=noise,
             covariance=structure,
             input_var=input_var,
+            drift=0.0,
         )
         weight, bias = rng.normal(size=(classes, 3)), rng.normal(size=classes)
         double = kbt.Head(weight, bias, hidden=hidden, dtype="float64", max_rows=rows, **settings)
@@ -158,7 +159,7 @@ def test_a_wide_prior_does_not_diverge_and_beats_first_order(structure: str, d: 
 
     def run(order: int) -> float:
         head = kbt.Head(np.zeros((classes, d)), output="softmax", prior_var=10.0, covariance=structure,
-                        softmax_order=order)  # fmt: skip
+                        softmax_order=order, drift=0.0)  # fmt: skip
         return surprise(head, h, y)
 
     moment, first = run(0), run(1)
@@ -169,7 +170,8 @@ def test_a_wide_prior_does_not_diverge_and_beats_first_order(structure: str, d: 
 
 def test_first_order_is_approached_as_the_prior_becomes_narrow() -> None:
     h, y = labels(np.random.default_rng(5), 50, 4, 3, 3.0)
-    heads = [kbt.Head(np.ones((3, 4)), output="softmax", prior_var=1e-6, softmax_order=order, dtype="float64")
+    heads = [kbt.Head(np.ones((3, 4)), output="softmax", prior_var=1e-6, softmax_order=order, dtype="float64",
+                      drift=0.0)
              for order in (0, 1)]  # fmt: skip
     for x, label in zip(h, y, strict=True):
         for head in heads:
@@ -187,7 +189,7 @@ def test_probabilities_sum_to_one_and_variances_stay_below_those_of_a_label(
 ) -> None:
     rng = np.random.default_rng(6)
     head = kbt.Head(30 * rng.normal(size=(5, 3)), output="softmax", prior_var=prior, covariance=structure, dtype=dtype,
-                    max_rows=2)  # fmt: skip
+                    max_rows=2, drift=0.0)  # fmt: skip
     for size in (1.0, 1e-3, 1e3) * 10:
         h = size * rng.normal(size=(2, 3))
         p = head.predict(h)
@@ -215,22 +217,24 @@ def test_the_variance_of_a_probability_is_near_that_of_monte_carlo() -> None:
     """method.md (11.5): with wide logits it saturates, where J Σ Jᵀ grows without bound."""
     rng = np.random.default_rng(7)
     for var in (0.1, 1.0, 10.0, 100.0):
-        head = kbt.Head(np.zeros((3, 1)), [0.5, 0.0, -0.5], output="softmax", prior_var=var, dtype="float64")
+        head = kbt.Head(np.zeros((3, 1)), [0.5, 0.0, -0.5], output="softmax", prior_var=var, dtype="float64", drift=0.0)
         u = np.array([0.5, 0.0, -0.5]) + np.sqrt(var) * rng.standard_normal((50_000, 3))  # h = 0: the bias alone
         np.testing.assert_allclose(head.predict([0.0]).var, softmax(u).var(axis=0), rtol=0.6)
 
 
 def test_the_default_prior_narrows_with_the_width_of_h() -> None:
     for d, expected in ((4, 1.0), (16, 1.0), (64, 0.25)):
-        assert kbt.Head(np.zeros((2, d)), output="softmax").config["prior_var"] == pytest.approx((expected,))
-    assert kbt.Head(np.zeros((2, 64)), drift=0.0).config["prior_var"] == (10.0,)
+        assert kbt.Head(np.zeros((2, d)), output="softmax", drift=0.0).config["prior_var"] == pytest.approx((expected,))
+    # Of a gaussian with a given noise it is plain, and a ratio where the noise is learned: method.md §8.
+    assert kbt.Head(np.zeros((2, 64)), drift=0.0, noise_var=0.01).config["prior_var"] == (10.0,)
+    assert kbt.Head(np.zeros((2, 64)), drift=0.0).config["prior_var"] == pytest.approx((2e4 / 65,))
 
 
 def test_one_row_needs_no_work_that_grows_with_the_cube_of_the_classes() -> None:
     """300 classes and 4 inputs: a factorisation of 300 x 300 would take 9 million multiplications for each label."""
     seconds = {}
     for order in (0, 1):
-        head = kbt.Head(np.zeros((300, 4)), output="softmax", softmax_order=order)
+        head = kbt.Head(np.zeros((300, 4)), output="softmax", softmax_order=order, drift=0.0)
         head.update(np.ones(4), 0)
         started = time.perf_counter()
         for label in range(5):

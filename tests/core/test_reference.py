@@ -399,19 +399,79 @@ def test_adaptive_noise_finds_the_variance_of_the_noise(wrong_by: float) -> None
         np.testing.assert_allclose(head.noise_var, true, rtol=0.25)
 
 
-def test_adaptive_noise_takes_one_em_step_for_the_next_sample() -> None:
+def test_adaptive_noise_moves_toward_the_squared_error_in_units_of_its_variance() -> None:
     head = make_head(d_o=1, prior_var=0.1, noise="adaptive", noise_var=0.4)
-    h, y = np.array([1.0, 0.0, 2.0, 0.0]), np.array([3.0])
+    h, y, R = np.array([1.0, 0.0, 2.0, 0.0]), np.array([3.0]), 0.4
+    c = 0.1 * (1 + 4 + 1)  # zᵀPz: the prior is a ratio to the noise
+    before = head.layers[0].mean.copy()
     p = head.predict(h)
-    e, Sigma, R = float(y[0] - p.mean[0]), float(p.var[0]), 0.4
-    # the posterior of the noise v = y - f, by the textbook: mean and variance of v given y
-    mean, var = R / (Sigma + R) * e, R - R * R / (Sigma + R)
-    assert head.update(h, y).nis == pytest.approx(e * e / (Sigma + R))
-    assert head.noise_var[0] == pytest.approx(R + (mean**2 + var - R) / 10)
-    learnt = head.noise_var.copy()
+    assert p.var[0] == pytest.approx(R * c)
+    e = float(y[0] - p.mean[0])
+    assert head.update(h, y).nis == pytest.approx(e * e / (R * (1 + c)))
+    after = R + (e * e / (1 + c) - R) / 10  # method.md (8.2)
+    assert head.noise_var[0] == pytest.approx(after)
+    z = np.append(h, 1.0)
+    P = 0.1 * np.eye(5) - np.outer(0.1 * z, 0.1 * z) / (1 + c)  # (8.1)
+    np.testing.assert_allclose(head.layers[0].mean, before + e * 0.1 * z / (1 + c))
+    np.testing.assert_allclose(head.layers[0].cov[0], after * P, atol=1e-15)
     head.update(h, y, noise_var=7.0)
-    np.testing.assert_array_equal(head.noise_var, learnt)
+    assert head.noise_var[0] == pytest.approx(after)
     assert head.samples == 2
+
+
+@pytest.mark.parametrize("structure", ["neuron", "diagonal"])
+def test_the_posterior_goes_with_the_noise_and_its_means_do_not_depend_on_it(structure: str) -> None:
+    """One layer in units of the noise: what the noise is at first changes nothing but the size of the covariance."""
+    heads = [make_head(covariance=structure, prior_var=2.0, noise="adaptive", noise_var=R) for R in (1e-4, 1e4)]
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        h, e = rng.normal(size=(2, 4)), 1e-3 * rng.normal(size=(2, 3))  # too little for a robust step
+        for head in heads:
+            head.update(h, head.predict(h).mean + e)
+    (small, large), ratio = heads, heads[1].noise_var / heads[0].noise_var
+    np.testing.assert_allclose(small.layers[0].mean, large.layers[0].mean, atol=1e-12)
+    expected = np.einsum("j,j...->j...", ratio, small.layers[0].cov)
+    np.testing.assert_allclose(large.layers[0].cov, expected, rtol=1e-9, atol=1e-15 * ratio.max())
+
+
+@pytest.mark.parametrize("in_units", [False, True])
+def test_a_robust_step_is_one_with_more_noise(in_units: bool) -> None:
+    settings: dict[str, Any] = {"hidden": (8,), "prior_var": 0.1, "noise_var": [0.1, 0.2, 0.3]}
+    head, again = make_head(in_units_of_noise=in_units, **settings), make_head(**settings)
+    for layer, other in zip(head.layers, again.layers, strict=True):
+        other.cov = layer.cov.copy()
+    h, y = np.ones(4), np.full(3, 100.0)
+    nis = head.update(h, y).nis
+    assert nis > 16 * 3
+    v = 16 * 3 / nis if in_units else 1.0
+    again.update(h, y, noise_var=np.array([0.1, 0.2, 0.3]) / v)  # (8.3)
+    for layer, other in zip(head.layers, again.layers, strict=True):
+        np.testing.assert_allclose(layer.mean, other.mean, rtol=1e-12)
+        np.testing.assert_allclose(layer.cov, other.cov, rtol=1e-12)
+
+
+@pytest.mark.parametrize("output", ["gaussian", "softmax"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_walk_raises_the_ud_diagonal_but_never_above_the_prior(structure: str, output: str) -> None:
+    noise: dict[str, Any] = {"noise": "multinomial"} if output == "softmax" else {"noise_var": [0.1, 0.2, 0.6]}
+    settings: dict[str, Any] = {"output": output, "prior_var": 0.3, "covariance": structure, "hidden": (8,)} | noise
+    plain, head = make_head(**settings), make_head(drift=0.5, **settings)
+    q, capped = 0.5 * (1.0 if output == "softmax" else 0.3), 0  # 0.3: the mean of the noise
+    for h, y in stream(head, 2, 8):
+        for to, layer in zip(plain.layers, head.layers, strict=True):
+            to.mean, to.cov = layer.mean.copy(), layer.cov.copy()
+        z = [h, head._forward(h).relu[0][0].reshape(2, -1)]
+        plain.update(h, y)
+        head.update(h, y)
+        for layer, before, inputs in zip(head.layers, plain.layers, z, strict=True):
+            L = np.linalg.cholesky(before.dense()[::-1, ::-1])[::-1, ::-1]  # upper triangular: S = L Lᵀ
+            U, D = L / np.diag(L), np.diag(L) ** 2
+            step = q / (np.mean(np.sum(inputs**2, axis=1)) + 1)
+            capped += int((D + step > 0.3).sum())
+            expected = (U * np.minimum(D + step, np.maximum(D, 0.3))) @ U.T
+            np.testing.assert_allclose(layer.dense(), expected, rtol=1e-9, atol=1e-13)
+            np.testing.assert_array_equal(layer.mean, before.mean)
+    assert capped > 0
 
 
 def test_noise_below_the_floor_is_lifted_to_it() -> None:
@@ -547,6 +607,7 @@ def test_forgetting_keeps_a_head_alert_to_drift() -> None:
         {"relu_order": 1},
         {"softmax_order": 3},
         {"forgetting": 0.0},
+        {"drift": -1.0},
         {"input_var": -1.0},
         {"gate": 0.0},
         {"hidden": (7,)},

@@ -39,7 +39,8 @@ def name(settings: dict[str, Any]) -> str:
 def make(settings: dict[str, Any] | None = None, samples: int = 8) -> kbt.Head:
     """A head with two inputs and two outputs that has learned ``samples`` rows."""
     settings = {"hidden": (5,), "forgetting": 0.99, "input_var": 1e-3, "gate": 1e6, "max_rows": 2, **(settings or {})}
-    head = kbt.Head([[1.0, -0.5], [0.25, 2.0]], [0.5, -0.5], prior_var=0.1, drift=0.0, noise_var=0.2, seed=3, **settings)
+    settings = {"drift": 0.0, **settings}
+    head = kbt.Head([[1.0, -0.5], [0.25, 2.0]], [0.5, -0.5], prior_var=0.1, noise_var=0.2, seed=3, **settings)
     learn(head, samples)
     return head
 

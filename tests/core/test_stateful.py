@@ -28,6 +28,7 @@ import kbt_edge as kbt
 from kbt_edge.errors import KbtError
 from kbt_edge.head import Update
 from kbt_edge.reference import ReferenceHead
+from kbt_edge.reference_bank import ReferenceBank
 
 SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 settings.register_profile("short", max_examples=25, stateful_step_count=20, derandomize=True, deadline=None,
@@ -56,6 +57,14 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     dict(d_o=3, output="softmax", noise="multinomial", noise_var=None),
     dict(d_o=3, output="softmax", hidden=(6,), covariance="full"),
     dict(d_o=2, hidden=(12,), covariance="full"),
+    dict(d_o=2, hidden=(6,), drift=0.01, forgetting=0.99),
+    # watchful: four filters
+    dict(d_o=2, hidden=(7,), drift="auto", noise="adaptive"),
+    dict(d_o=1, hidden=(6,), drift="auto", covariance="full", gate=30.0),
+    dict(d_o=2, drift="auto", covariance="diagonal", input_var=0.02, prior_var=None),
+    dict(d_o=2, hidden=(6,), drift="auto", noise="adaptive", prior_var=None),
+    dict(d_o=3, drift="auto", output="softmax", noise="multinomial", noise_var=None, prior_var=None),
+    dict(d_o=3, hidden=(6,), drift="auto", output="softmax", noise="multinomial", noise_var=None, gate=30.0),
 ]
 
 
@@ -68,18 +77,24 @@ class HeadBesideReference(RuleBasedStateMachine):
     @initialize(settings=st.sampled_from(CONFIGURATIONS), seed=st.integers(0, 9))
     def make(self, settings: dict[str, Any], seed: int) -> None:
         rng = np.random.default_rng(seed)
-        made = {"noise_var": 0.2, **settings}
+        made = {"noise_var": 0.2, "drift": 0.0, **settings}
         self.d_o, hidden = made.pop("d_o"), made.pop("hidden", ())
-        made["prior_var"] = (0.3,) if not hidden else (0.02, 0.3)
+        made.setdefault("prior_var", (0.3,) if not hidden else (0.02, 0.3))
         weight = rng.normal(size=(self.d_o, D))
-        self.head = kbt.Head(weight, hidden=hidden, dtype="float64", max_rows=MAX_ROWS, drift=0.0, **made)
+        self.head = kbt.Head(weight, hidden=hidden, dtype="float64", max_rows=MAX_ROWS, **made)
         if made["noise_var"] is None:
             del made["noise_var"]
-        self.reference = ReferenceHead([layer.mean for layer in self.head.layers], **made)
+        self.watchful, means = made["drift"] == "auto", [layer.mean for layer in self.head.layers]
+        if self.watchful:
+            del made["drift"]
+            self.reference: Any = ReferenceBank(means, **made)
+        else:
+            self.reference = ReferenceHead(means, **made)
+        self.first = copy.deepcopy(self.reference)
         self.softmax = self.head.config["output"] == "softmax"
         self.multinomial = self.head.config["noise"] == "multinomial"
         self.predicted: Any = None  # the rows that observe would learn
-        self.saved: list[tuple[bytes, ReferenceHead]] = []
+        self.saved: list[tuple[bytes, Any]] = []
         self.keep()
 
     # ---- what a caller may do
@@ -156,7 +171,27 @@ class HeadBesideReference(RuleBasedStateMachine):
         assert self.head.to_bytes() == blob
         self.reference, self.predicted = copy.deepcopy(reference), None
 
+    @precondition(lambda self: self.watchful)
+    @rule()
+    def reset(self) -> None:
+        self.head.reset()
+        self.reference, self.predicted = copy.deepcopy(self.first), None
+
+    @precondition(lambda self: self.watchful)
+    @rule()
+    def suppose_changed(self) -> None:
+        self.head.suppose_changed()
+        self.reference.suppose_changed()
+        if self.reference.samples > 0:  # before, nothing can have changed
+            self.predicted = None
+
     # ---- what no caller should do
+
+    @precondition(lambda self: not self.watchful)
+    @rule()
+    def one_filter_has_not_kept_its_prior(self) -> None:
+        self.rejected(self.head.reset)
+        self.rejected(self.head.suppose_changed)
 
     def rejected(self, call: Any, *arguments: Any) -> None:
         before = self.head.to_bytes()
@@ -261,7 +296,8 @@ class HeadBesideReference(RuleBasedStateMachine):
         if not hasattr(self, "head"):
             return
         self.sound(self.head)
-        for layer, other in zip(self.head.layers, self.reference.layers, strict=True):
+        reference = self.reference.leading if self.watchful else self.reference
+        for layer, other in zip(self.head.layers, reference.layers, strict=True):
             assert difference(layer.mean, other.mean) < TOLERANCE
             assert difference(layer.cov, other.cov) < TOLERANCE
 

@@ -51,14 +51,17 @@ kbt_config configuration(fuzz::Bytes &in) {
   cfg.output = in.below(2);
   cfg.covariance = in.below(3);
   cfg.rule = in.below(4) == 0;
-  cfg.noise = in.below(3);
+  cfg.noise = in.below(4);
   cfg.relu_order = 2 + in.below(3);
   cfg.softmax_order = in.below(3);
-  for (double &var : cfg.prior_var) var = in.scale();
+  const bool automatic = in.below(3) == 0;
+  for (double &var : cfg.prior_var) var = automatic ? 0.0 : in.scale();
   cfg.noise_var = in.scale();
   cfg.input_var = in.below(3) == 0 ? in.scale() : 0.0;
   cfg.forgetting = in.below(2) ? 1.0 - in.byte() / 2000.0 : 1.0;
   cfg.gate = in.below(3) == 0 ? 9.0 : 0.0;
+  const int drift = in.below(4);  // else KBT_DRIFT_AUTO: members or a bank
+  if (drift < 2) cfg.drift = drift == 0 ? 0.0 : in.scale();
   if (in.rarely()) {  // any one of its numbers may be anything
     std::int32_t words[sizeof cfg / sizeof(std::int32_t)];
     std::memcpy(words, &cfg, sizeof cfg);
@@ -76,8 +79,7 @@ class Session {
     REQUIRE(kbt_init(&cfg, memory_.get(), kbt_arena_bytes(&cfg), &head_) == KBT_OK);
     state_ = save(head_);
     const auto *head = static_cast<const kbt::Head<T> *>(head_);
-    scratch_ = reinterpret_cast<T *>(static_cast<unsigned char *>(const_cast<void *>(head->learned())) +
-                                     head->learned_bytes());
+    scratch_ = const_cast<T *>(head->learned()) + head->learned_bytes() / sizeof(T);
     const auto *end = static_cast<const unsigned char *>(memory_.get()) + kbt_arena_bytes(&cfg);
     used_.assign(static_cast<std::size_t>(reinterpret_cast<const T *>(end) - scratch_), false);
   }
@@ -104,7 +106,9 @@ class Session {
     changes_ = true;
     keeps_prediction_ = false;
     rows_ = in_.rarely() ? in_.raw<std::int32_t>() : 1 + in_.below(cfg_.max_rows);
-    switch (in_.below(16)) {
+    switch (in_.below(18)) {
+      case 16: return both(kbt_reset);
+      case 17: return suppose_changed();
       case 0: return set_prior();
       case 1: return set_means();
       case 2: return set_noise();
@@ -130,6 +134,10 @@ class Session {
     const T *R = noise();
     keeps_prediction_ = true;
     return both([&](kbt_head *head) { return kbt_set_noise(head, R, count_); });
+  }
+  kbt_status suppose_changed() {
+    keeps_prediction_ = kbt_samples(head_) == 0;  // nothing to change
+    return both(kbt_suppose_changed);
   }
   kbt_status predict() {
     changes_ = false;

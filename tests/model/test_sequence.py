@@ -45,7 +45,8 @@ def heads(hidden: tuple[int, ...], max_rows: int = 10, **settings: Any) -> tuple
     rng = np.random.default_rng(7)
     means = prior_means(rng.standard_normal((VOCABULARY, D)), rng.standard_normal(VOCABULARY), hidden)
     settings |= {"prior_var": (0.01, 0.3)[-len(means) :], "noise_var": 0.1, "output": "softmax"}
-    return kbt.Head.from_means(means, max_rows=max_rows, dtype="float64", drift=0.0, **settings), ReferenceHead(means, **settings)
+    head = kbt.Head.from_means(means, max_rows=max_rows, dtype="float64", drift=0.0, **settings)
+    return head, ReferenceHead(means, **settings)
 
 
 def make(rows: str | None = None, causal: bool = True, max_rows: int = 10) -> Sequences:
