@@ -41,8 +41,8 @@ def kinds(output: Output, prior_is_given: bool) -> list[FilterKind]:
     if output == "gaussian":
         found = [
             FilterKind("still", 1.0, 1.0, 0.0),
-            FilterKind("still, less linear", 5e3, 1e-2, 0.0),
-            FilterKind("drifts", 5e3, 1e-2, 5e-3),
+            FilterKind("still, less linear", 1e4, 1e-2, 0.0),
+            FilterKind("drifts", 1e4, 1e-2, 2e-2),
             FilterKind("has changed", 1.0, 1.0, 0.0),
         ]
     else:

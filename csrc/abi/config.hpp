@@ -24,8 +24,11 @@ inline const char *bad_setting(const kbt_config &cfg) {
 #ifdef KBT_ONLY_MEMBERS
   if (!has_members(cfg)) return "drift";
 #endif
-#ifdef KBT_NO_MEMBERS
-  if (has_members(cfg)) return "drift";
+#ifdef KBT_ONLY_BANK
+  if (!has_bank(cfg)) return "drift";
+#endif
+#ifdef KBT_ONLY_FILTER
+  if (cfg.drift < 0.0) return "drift";
 #endif
   for (int i = 0; i <= cfg.layers; ++i) {
     if (cfg.widths[i] < 1 || cfg.widths[i] > kWidest) return "widths";

@@ -43,7 +43,11 @@ class Bank {
     reset();
   }
 
+#ifdef KBT_ONLY_FILTER
+  static constexpr bool several() { return false; }
+#else
   bool several() const { return count_ > 1; }
+#endif
   Index count() const { return count_; }
   Filter<T> &filter(Index k) { return filters_[k]; }
   const Filter<T> &filter(Index k) const { return filters_[k]; }
@@ -92,12 +96,17 @@ class Bank {
   // ---- predict -----------------------------------------------------------------------------------------------------
 
   kbt_status forward(const T *h, Index rows) {
+    for (Index k = 0; k < count_; ++k) filters_[k].take_input(h, rows);
     rows_ = rows;
-    return run([&](Filter<T> &filter) { return filter.forward(h, rows); });
+    return forward_again();
   }
   // The same at the input of the latest pass.
   kbt_status forward_again() {
-    return run([&](Filter<T> &filter) { return filter.forward_again(rows_); });
+    kbt_status status = KBT_OK;
+    for (Index k = 0; k < count_; ++k) {
+      if (filters_[k].forward(rows_) != KBT_OK) status = KBT_E_RANGE;
+    }
+    return status == KBT_OK && several() ? mix() : status;
   }
 
   void read_prediction(T *mean, T *cov, T *total_var) {
@@ -124,19 +133,16 @@ class Bank {
 
   // Judges y, and prepares the step of every filter. A rejected call leaves what was learned as it was.
   kbt_status judge(const T *y, const T *noise, Index noise_count, std::uint64_t samples, Judged &judged) {
-    if (!several()) {
-      const kbt_status status = filters_[0].judge(y, noise, noise_count, samples);
-      judged = {filters_[0].nis(), filters_[0].log_likelihood()};
-      return status;
-    }
-    const bool first = !evidence_.begun() && automatic();
+    const bool first = several() && !evidence_.begun() && automatic();
     kbt_status status = KBT_OK;
     if (first) status = set_first_factors(T(Index(cfg_->widths[0]) + 1) / input_size());
-    for (Index k = 0; k < kMost && status == KBT_OK; ++k) {
-      status = filters_[k].judge(y, noise, noise_count, static_cast<std::uint64_t>(ages_[k]));
+    for (Index k = 0; k < count_ && status == KBT_OK; ++k) {
+      const std::uint64_t age = several() ? static_cast<std::uint64_t>(ages_[k]) : samples;
+      status = filters_[k].judge(y, noise, noise_count, age);
       log_density_[k] = filters_[k].log_likelihood();
     }
-    if (status == KBT_OK) {
+    judged = {filters_[0].nis(), log_density_[0]};
+    if (status == KBT_OK && several()) {
       judged = {mixed_nis(y), mixed_density(weights_, log_density_, kMost)};
       if (!is_finite(judged.nis)) status = KBT_E_RANGE;
     }
@@ -150,27 +156,10 @@ class Bank {
 
   // Takes the steps. Returns how many factors were floored; `event` says whether the plant has changed.
   int learn(const Judged &judged, MemberEvent &event) {
-    event = {KBT_NO_CHANGE, 0, 0.0};
-    if (!several()) return filters_[0].learn();
-    const bool softmax = cfg_->output == KBT_SOFTMAX;
-    log_density_[kFresh + 1] = log_density_[kFresh];  // there is no member for the plant as it was before
-    evidence_.note_size(input_size());
-    evidence_.weigh_in(log_density_, softmax ? rows_ : rows_ * outputs(), true);
     int floored = 0;
-    for (Index k = 0; k < kMost; ++k) {
-      floored += filters_[k].learn();
-      if (ages_[k] < T(kSizeMemory)) ages_[k] += T(1);
-    }
-    const bool surprised =
-        softmax ? judged.log_density < T(-kSurpriseNats) * T(rows_) : judged.nis > T(kSurprise) * T(rows_ * outputs());
-    event = evidence_.decide();
-    if (event.kind != KBT_NO_CHANGE) {
-      change();
-    } else if (evidence_.fresh_is_due(Index(cfg_->widths[0]) + 1)) {
-      begin_fresh(false);
-    } else if (surprised && !evidence_.suspicious()) {
-      begin_fresh(true);
-    }
+    event = {KBT_NO_CHANGE, 0, 0.0};
+    for (Index k = 0; k < count_; ++k) floored += filters_[k].learn();
+    if (several()) weigh_in(judged, event);
     return floored;
   }
   void suppose_changed() {
@@ -283,6 +272,24 @@ class Bank {
     evidence_.even_weights();
     begin_fresh(false);
   }
+  void weigh_in(const Judged &judged, MemberEvent &event) {
+    const bool softmax = cfg_->output == KBT_SOFTMAX;
+    const Index numbers = softmax ? rows_ : rows_ * outputs();
+    log_density_[kFresh + 1] = log_density_[kFresh];  // there is no member for the plant as it was before
+    evidence_.note_size(input_size());
+    evidence_.weigh_in(log_density_, numbers, true);
+    for (Index k = 0; k < kMost; ++k) ages_[k] += ages_[k] < T(kSizeMemory) ? T(1) : T(0);
+    event = evidence_.decide();
+    const bool surprised =
+        softmax ? judged.log_density < T(-kSurpriseNats) * T(numbers) : judged.nis > T(kSurprise) * T(numbers);
+    if (event.kind != KBT_NO_CHANGE) {
+      change();
+    } else if (evidence_.fresh_is_due(Index(cfg_->widths[0]) + 1)) {
+      begin_fresh(false);
+    } else if (surprised && !evidence_.suspicious()) {
+      begin_fresh(true);
+    }
+  }
   // Before the first sample is learned, the prior is made as wide as its input asks for.
   kbt_status set_first_factors(T relative) {
     for (Index k = 0; k < kMost; ++k) filters_[k].reset_factors(relative);
@@ -296,14 +303,6 @@ class Bank {
     return sum / T(rows_);
   }
 
-  template <class Pass>
-  kbt_status run(Pass pass) {
-    kbt_status status = KBT_OK;
-    for (Index k = 0; k < count_; ++k) {
-      if (pass(filters_[k]) != KBT_OK) status = KBT_E_RANGE;
-    }
-    return status == KBT_OK && several() ? mix() : status;
-  }
   // (9.2). Rejects predictions so far apart that their covariance could leave the range.
   kbt_status mix() {
     const Index K = rows_ * outputs();

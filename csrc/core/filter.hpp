@@ -88,15 +88,13 @@ class Filter : public FilterParts<T> {
 
   // ---- predict -----------------------------------------------------------------------------------------------------
 
-  // Moments through every layer, method.md §2. Changes scratch only. Without h: at the input of the pass before the
-  // latest.
-  kbt_status forward(const T *h, Index rows) {
+  // The input of the next forward pass. Without h: that of the pass before the latest.
+  void take_input(const T *h, Index rows) {
     std::swap(layers_[0].z, other_z_);
     if (h != nullptr) set_input(h, rows);
-    return forward_again(rows);
   }
-  // The same at the input of the latest pass.
-  kbt_status forward_again(Index rows) {
+  // Moments through every layer, method.md §2. Changes scratch only.
+  kbt_status forward(Index rows) {
     rows_ = 0;
     Cov<T> in = input_cov(cov_[1], rows);
     bool certain = !(cfg_->input_var > 0.0);

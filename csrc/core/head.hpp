@@ -68,7 +68,7 @@ class Head : public kbt_head {
   bool has_members() const {
 #if defined(KBT_ONLY_MEMBERS)
     return true;
-#elif defined(KBT_NO_MEMBERS)
+#elif defined(KBT_ONLY_BANK) || defined(KBT_ONLY_FILTER)
     return false;
 #else
     return kbt::has_members(cfg);

@@ -41,7 +41,7 @@ struct FilterKind {
   double hidden, last, walk;
 };
 // still and as linear as before; still, with another prior; drifts; has changed
-constexpr FilterKind kGaussianFilters[] = {{1.0, 1.0, 0.0}, {5e3, 1e-2, 0.0}, {5e3, 1e-2, 5e-3}, {1.0, 1.0, 0.0}};
+constexpr FilterKind kGaussianFilters[] = {{1.0, 1.0, 0.0}, {1e4, 1e-2, 0.0}, {1e4, 1e-2, 2e-2}, {1.0, 1.0, 0.0}};
 constexpr FilterKind kSoftmaxFilters[] = {{1.0, 5.0, 0.0}, {1e5, 0.3, 0.0}, {1.0, 1.0, 1e-2}, {1.0, 5.0, 0.0}};
 constexpr int kRegularFilters = 3, kMostFilters = 4;
 

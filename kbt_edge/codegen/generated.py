@@ -131,7 +131,9 @@ class Generated:
         status = self._function(verb)(self._pointer(target), result)
         if status != _core.GATED:
             self._must(status)
-        return Update("gated" if status == _core.GATED else "ok", result.nis, result.log_likelihood, bool(result.changed))
+        return Update(
+            "gated" if status == _core.GATED else "ok", result.nis, result.log_likelihood, bool(result.changed)
+        )
 
     def update(self, x: npt.ArrayLike | tuple[npt.ArrayLike, ...], y: npt.ArrayLike) -> Update:
         """``predict`` and ``observe``; several inputs as a tuple."""

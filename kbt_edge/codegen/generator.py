@@ -103,13 +103,13 @@ def _described(name: str, model: Model) -> dict[str, Any]:
 def _defines(config: dict[str, Any]) -> list[str]:
     """Leave out of the core what this head does not need. ``kbt_init`` rejects a head that the core does not have."""
     members = (
-        config["drift"] == "auto"
-        and len(config["widths"]) == 2
+        len(config["widths"]) == 2
         and config["output"] == "gaussian"
         and config["covariance"] != "diagonal"
         and config["input_var"] == 0
     )
-    return ["KBT_ONLY_MEMBERS" if members else "KBT_NO_MEMBERS"] + ["KBT_NO_FLOAT64"] * (config["dtype"] == "float32")
+    kind = "KBT_ONLY_FILTER" if config["drift"] != "auto" else "KBT_ONLY_MEMBERS" if members else "KBT_ONLY_BANK"
+    return [kind] + ["KBT_NO_FLOAT64"] * (config["dtype"] == "float32")
 
 
 def _rounded(count: int) -> int:
