@@ -223,9 +223,9 @@ def test_noise_given_with_a_sample_is_not_learned_from() -> None:
             head = kbt.Head(np.eye(2), hidden=hidden, noise="adaptive", noise_var=0.3, drift=drift)
             before = head.noise_var
             head.update([1.0, 2.0], [5.0, -5.0], noise_var=0.1)
-            np.testing.assert_array_equal(head.noise_var, before)
+            np.testing.assert_allclose(head.noise_var, before, rtol=1e-6 if drift == "auto" else 0)  # members are mixed
             head.update([1.0, 2.0], [5.0, -5.0])
-            assert (head.noise_var != before).all()
+            assert (np.abs(head.noise_var - before) > 0.01).all()
 
 
 # ---- the posterior goes with the noise -------------------------------------------------------------------------------
