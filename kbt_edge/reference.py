@@ -536,7 +536,7 @@ class ReferenceHead:
         rate = 1 / min(ADAPT_START + self.samples, NOISE_MEMORY)
         self.noise_var = np.maximum(R + rate * (found - R), NOISE_FLOOR)
         for i, layer in enumerate(self.layers):
-            layer.scale(self._per_neuron(i, self.noise_var / R))
+            layer.scale(self._per_neuron(i, self.noise_var) / self._per_neuron(i, R))
 
     def _let_go(self, h: Array, forward: Forward) -> None:
         """A walk moves the outputs of every layer by ``drift`` times the noise per sample, at this input."""

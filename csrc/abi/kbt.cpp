@@ -250,6 +250,7 @@ kbt_status kbt_set_noise(kbt_head *head, const void *noise, int32_t count) {
     if (!self.noise().count_allowed(count) || !self.noise().valid(values, count)) {
       return reject(head, KBT_E_NOISE);
     }
+    if (!self.noise_in_range(values, count)) return reject(head, KBT_E_RANGE);
     self.set_noise(values, count);
     if (head->tap != nullptr) head->tap->set_noise(head->tap, noise, count);
     return KBT_OK;

@@ -85,6 +85,11 @@ class Bank {
     for (Index k = 0; k < count_; ++k) begin_again(k, T(1));
     begin();
   }
+  bool noise_in_range(const T *values, Index count) const {
+    bool found = true;
+    for (Index k = 0; k < count_; ++k) found = found && filters_[k].noise_in_range(values, count);
+    return found;
+  }
   void set_noise(const T *values, Index count) {
     for (Index k = 0; k < count_; ++k) filters_[k].set_noise(values, count);
     if (!several()) return;

@@ -78,6 +78,21 @@ class Filter : public FilterParts<T> {
     }
   }
 
+  // Whether a prior in units of this noise, and with it D, stays in the range of T. A bank widens that of the last
+  // layer by at most the number of its inputs.
+  bool noise_in_range(const T *values, Index count) const {
+    if (!in_units_of_noise(*cfg_)) return true;
+    T widest = T(1);
+    for (Index i = 0; i < layers(); ++i) {
+      const T prior = layers_[i].w.prior_var * static_cast<T>(i == layers() - 1 ? kind_.last : kind_.hidden);
+      widest = prior > widest ? prior : widest;
+    }
+    const bool square = noise_.is_matrix(count);
+    for (Index i = 0; i < (square ? outputs() : count); ++i) {
+      if (!(values[square ? i * (outputs() + 1) : i] < kLargest<T> / (widest * T(inputs() + 1)))) return false;
+    }
+    return true;
+  }
   // A posterior in units of the noise goes with it.
   void set_noise(const T *values, Index count) {
     const bool scales = in_units_of_noise(*cfg_) && !noise_.matrix;
@@ -173,8 +188,9 @@ class Filter : public FilterParts<T> {
       if (!steps_in_range(i, adjoints[i])) return KBT_E_RANGE;
     }
     adapts_ = learns_noise() && given == nullptr;
-    if (adapts_ && !noise_.adapt(age, [&](Index i) { return squared_noise(y, i); })) return KBT_E_RANGE;
-    return KBT_OK;
+    if (!adapts_) return KBT_OK;
+    const bool adapted = noise_.adapt(age, [&](Index i) { return squared_noise(y, i); });
+    return adapted && noise_in_range(noise_.scratch, outputs()) ? KBT_OK : KBT_E_RANGE;
   }
   T nis() const { return nis_; }  // of the latest judge, before any robust step
   T log_likelihood() const { return log_likelihood_; }
@@ -301,10 +317,12 @@ class Filter : public FilterParts<T> {
     return sum / T(rows_);
   }
   // Where the noise of an output grows by a ratio, D does.
+  // What the outputs share goes with the mean of their noises, as its prior does. The mean of their ratios would not
+  // do: where the noises fluctuate one by one it is above 1, and D would grow without end.
   void scale_with_noise(const T *before, const T *after) {
-    T mean = T(0);
-    for (Index i = 0; i < outputs(); ++i) mean += after[i] / before[i];
-    mean /= T(outputs());
+    T old_sum = T(0), new_sum = T(0);
+    for (Index i = 0; i < outputs(); ++i) old_sum += before[i], new_sum += after[i];
+    const T mean = new_sum / old_sum;
     for (Index i = 0; i < layers(); ++i) {
       const bool own = has_own_noise(i);
       layers_[i].w.each_factor([&](Index j, T &D) { D *= own ? after[j] / before[j] : mean; });

@@ -143,6 +143,9 @@ class Head : public kbt_head {
     restart();
   }
 
+  bool noise_in_range(const T *values, Index count) const {
+    return has_members() || bank_.noise_in_range(values, count);
+  }
   void set_noise(const T *values, Index count) {
     if (has_members()) {
       noise_.set(values, count);

@@ -21,7 +21,8 @@ def plant(seed: int, head: kbt.Head, weight: np.ndarray, noise_var: float, sampl
     """A linear plant whose weights are drawn from the head's own prior: what the head assumes is true."""
     rng = np.random.default_rng(seed)
     outputs, rows = head.d_o, head.config["max_rows"]
-    deviation = np.sqrt(head.config["prior_var"][-1])
+    unit = head.noise_var.mean() if head.config["noise"] == "adaptive" else 1.0  # then the prior is a ratio to it
+    deviation = np.sqrt(head.config["prior_var"][-1] * unit)
     w = weight + deviation * rng.normal(size=weight.shape)
     h = rng.normal(size=(samples, rows, D))
     y = h @ w.T + deviation * rng.normal(size=outputs) + np.sqrt(noise_var) * rng.normal(size=(samples, rows, outputs))
@@ -57,7 +58,7 @@ def share(found: Counter[str], verdict: str) -> float:
         {"outputs": 3, "max_rows": 2},
         {"hidden": (8,), "prior_var": (1e-6, 1.0)},
         {"forgetting": 0.995},
-        {"noise": "adaptive", "prior_var": 100.0},  # a ratio to the noise
+        {"noise": "adaptive"},
         {"gate": 16.0},
         {"gate": 6.63},  # rejects 1 % of good samples: the band knows
         {"dtype": "float64"},
