@@ -49,7 +49,13 @@ def token_pairs() -> kbt.Head:
     model = kbt.Model.load("kbt_edge:tokens")
     weight = model.head.layers[0].mean
     head = kbt.Head(
-        weight[:, :-1], weight[:, -1], prior_var=0.1, output="softmax", softmax_order=ORDER, max_rows=tokens.MAX_LEN
+        weight[:, :-1],
+        weight[:, -1],
+        prior_var=0.1,
+        output="softmax",
+        softmax_order=ORDER,
+        max_rows=tokens.MAX_LEN,
+        drift=0.0,
     )
     head.record(16)
     pairs = kbt.Sequences((model.trunk, head), start=tokens.START, pad=tokens.PAD)
@@ -63,7 +69,12 @@ def drift() -> kbt.Head:
     """Weights that wander, behind a hidden layer, with some samples noisier than others."""
     rng = np.random.default_rng(2)
     head = kbt.Head(
-        rng.normal(size=(2, D)), hidden=(12,), prior_var=(1e-3, 0.5), noise_var=[0.01, 0.04], softmax_order=ORDER
+        rng.normal(size=(2, D)),
+        hidden=(12,),
+        prior_var=(1e-3, 0.5),
+        noise_var=[0.01, 0.04],
+        softmax_order=ORDER,
+        drift=0.0,
     )
     head.record(120)
     weight = rng.normal(size=(2, D))
@@ -106,6 +117,7 @@ def steady_input() -> kbt.Head:
         noise_var=1e-6,
         dtype="float64",
         softmax_order=ORDER,
+        drift=0.0,
     )
     head.record(300)
     h = np.array([0.5, -0.25, 1.0, 2.0])
@@ -118,12 +130,31 @@ def forgetting() -> kbt.Head:
     """Forgetting, learned noise, diagonal factors, and three rows at a time."""
     rng = np.random.default_rng(5)
     head = kbt.Head(
-        np.zeros((1, D)), noise="adaptive", forgetting=0.97, covariance="diagonal", max_rows=3, softmax_order=ORDER
+        np.zeros((1, D)),
+        noise="adaptive",
+        forgetting=0.97,
+        covariance="diagonal",
+        max_rows=3,
+        softmax_order=ORDER,
+        drift=0.0,
     )
     head.record(160)
     for step in range(220):
         h = rng.normal(size=(1 + step % 3, D))
         head.update(h, (h[:, :1] * np.sin(step / 30) - h[:, 1:2]) + 0.05 * rng.normal(size=(len(h), 1)))
+    return head
+
+
+def bank() -> kbt.Head:
+    """Four filters with a hidden layer; the plant changes, and the head notices."""
+    rng = np.random.default_rng(6)
+    head = kbt.Head(rng.normal(size=(2, 3)), hidden=(6,))
+    head.record(60)
+    plants = rng.normal(size=(2, 2, 3))
+    for step in range(320):
+        h = rng.normal(size=3)
+        head.update(h, plants[step // 160] @ h + np.abs(h[:2]) + 0.1 * rng.normal(size=2))
+    assert head.changes
     return head
 
 
@@ -134,6 +165,7 @@ RECORDED: dict[str, Callable[[], kbt.Head]] = {
     "outliers": outliers,
     "steady_input": steady_input,
     "forgetting": forgetting,
+    "bank": bank,
 }
 
 

@@ -13,7 +13,7 @@
 
 enum { INPUTS = 2, SAMPLES = 200 };
 
-static _Alignas(KBT_ARENA_ALIGN) unsigned char arena[8192];
+static _Alignas(KBT_ARENA_ALIGN) unsigned char arena[16384];
 
 static float noise(void) { /* -1 … 1 */
   static uint32_t state = 1;

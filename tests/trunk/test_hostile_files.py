@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -350,7 +351,7 @@ def sealed(blob: bytearray) -> bytes:
 
 def learned(**settings: Any) -> kbt.Head:
     rng = np.random.default_rng(3)
-    head = kbt.Head(rng.standard_normal((2, 3)), **{"hidden": (6,), "noise_var": 0.1, **settings})
+    head = kbt.Head(rng.standard_normal((2, 3)), **{"hidden": (6,), "noise_var": 0.1, "drift": 0.0, **settings})
     for _ in range(5):
         y = rng.integers(0, 2) if settings.get("output") == "softmax" else rng.standard_normal(2)
         head.update(rng.standard_normal(3), y)
@@ -441,6 +442,38 @@ def wrong_states(head: kbt.Head, rng: random.Random) -> Iterator[tuple[str, byte
         for value in (0, 1, 2, 2**32 - 1):
             if struct.unpack_from("<I", blob, offset)[0] != value:
                 yield f"{what} = {value}", put("<I", offset, value)
+
+
+WATCHFUL: dict[str, dict[str, Any]] = {
+    "members": {"hidden": (), "noise_var": None},
+    "noise matrix": {"hidden": (), "noise_var": None, "noise": "full"},
+    "bank": {"noise_var": None},
+    "softmax": {"output": "softmax", "noise_var": None, "hidden": ()},
+}
+
+
+@pytest.mark.parametrize("kind", WATCHFUL)
+def test_a_watchful_state_with_any_number_wrong_is_rejected_or_answers_with_finite_numbers(kind: str) -> None:
+    head = learned(drift="auto", **WATCHFUL[kind])
+    blob, rng, rejected = head.to_bytes(), random.Random(5), 0
+    places = range(NOISE, len(blob) - 3, 4)
+    for place in rng.sample(places, min(len(places), 300)):
+        for value in (math.nan, math.inf, -1.0, -1e30, 0.0, 1e30):
+            out = bytearray(blob)
+            struct.pack_into("<f", out, place, value)
+            try:
+                other = kbt.Head.from_bytes(sealed(out))
+            except kbt.KbtError:
+                rejected += 1
+                continue
+            assert math.isfinite(value)
+            for _ in range(3):
+                with contextlib.suppress(kbt.KbtError):
+                    p = other.predict(np.ones(3, np.float32))
+                    assert np.isfinite(p.mean).all()
+                    assert (p.total_var >= 0).all()
+                    other.observe(0 if kind == "softmax" else [1.0, -1.0])
+    assert rejected >= 2 * min(len(places), 300)
 
 
 def test_a_thousand_states_with_a_valid_checksum_and_a_wrong_meaning_are_rejected() -> None:
