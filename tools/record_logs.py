@@ -49,7 +49,13 @@ def token_pairs() -> kbt.Head:
     model = kbt.Model.load("kbt_edge:tokens")
     weight = model.head.layers[0].mean
     head = kbt.Head(
-        weight[:, :-1], weight[:, -1], prior_var=0.1, output="softmax", softmax_order=ORDER, max_rows=tokens.MAX_LEN
+        weight[:, :-1],
+        weight[:, -1],
+        prior_var=0.1,
+        output="softmax",
+        softmax_order=ORDER,
+        max_rows=tokens.MAX_LEN,
+        drift=0.0,
     )
     head.record(16)
     pairs = kbt.Sequences((model.trunk, head), start=tokens.START, pad=tokens.PAD)
@@ -63,7 +69,12 @@ def drift() -> kbt.Head:
     """Weights that wander, behind a hidden layer, with some samples noisier than others."""
     rng = np.random.default_rng(2)
     head = kbt.Head(
-        rng.normal(size=(2, D)), hidden=(12,), prior_var=(1e-3, 0.5), noise_var=[0.01, 0.04], softmax_order=ORDER
+        rng.normal(size=(2, D)),
+        hidden=(12,),
+        prior_var=(1e-3, 0.5),
+        noise_var=[0.01, 0.04],
+        softmax_order=ORDER,
+        drift=0.0,
     )
     head.record(120)
     weight = rng.normal(size=(2, D))
@@ -106,6 +117,7 @@ def steady_input() -> kbt.Head:
         noise_var=1e-6,
         dtype="float64",
         softmax_order=ORDER,
+        drift=0.0,
     )
     head.record(300)
     h = np.array([0.5, -0.25, 1.0, 2.0])
@@ -118,7 +130,13 @@ def forgetting() -> kbt.Head:
     """Forgetting, learned noise, diagonal factors, and three rows at a time."""
     rng = np.random.default_rng(5)
     head = kbt.Head(
-        np.zeros((1, D)), noise="adaptive", forgetting=0.97, covariance="diagonal", max_rows=3, softmax_order=ORDER
+        np.zeros((1, D)),
+        noise="adaptive",
+        forgetting=0.97,
+        covariance="diagonal",
+        max_rows=3,
+        softmax_order=ORDER,
+        drift=0.0,
     )
     head.record(160)
     for step in range(220):
