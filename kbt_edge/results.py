@@ -95,10 +95,10 @@ class Health(NamedTuple):
     """``"consistent"``: the average is inside the band. ``"overconfident"``: errors are larger than predicted, or
     the gate rejects more than outliers. ``"underconfident"``: they are smaller. ``"diverging"``: far beyond the band
     and growing, or most samples rejected, or variances blown up. ``"too few samples"``: fewer than 30 since the prior,
-    the noise or the state was set. ``"no band"``: rule "replace", whose expected average is unknown. Of a watchful head:
-    ``"changed"``: the plant changed within the last 200 samples. ``"drifting"``: a random walk explains the samples
-    better than a plant that stands still. ``"noisy"``: the noise variance is over four times its usual level.
-    ``"diverging"``: the samples keep surprising it."""
+    the noise or the state was set. ``"no band"``: rule "replace", whose expected average is unknown. Of a
+    watchful head: ``"changed"``: the plant changed within the last 200 samples. ``"drifting"``: a random walk explains
+    the samples better than a plant that stands still. ``"noisy"``: the noise variance is over four times its usual
+    level. ``"diverging"``: the samples keep surprising it."""
     seen: int
     """Samples in the average."""
     average: float

@@ -168,7 +168,7 @@ void write_body(const Head<T> &head, Writer &out, bool last = true) {
     for (Index i = 0; k > 0 && i < noise_count; ++i) out.real(bank.filter(k).noise().values[i]);
     for (Index i = 0; i < head.layers(); ++i) visit_layer(bank.filter(k).weights(i), put, put, put);
   }
-  if (!head.has_members() && bank.several()) bank.visit_extra(put, put, put);
+  if (!head.has_members() && bank.several()) bank.visit_extra(noise_count != head.outputs(), put, put, put);
   if (last) out.flush();
 }
 
@@ -332,8 +332,9 @@ kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size
       for (Index i = 0; i < head.layers(); ++i) valid = read_layer(head.bank().filter(k).weights(i), in, take) && valid;
     }
     if (!head.has_members() && head.bank().several()) {
-      head.bank().visit_extra([&](T &x) { take(x, kAny); }, [&](T &x) { take(x, T(0)); },
-                              [&](T &x) { take(x, T(kNoiseFloor)); });
+      head.bank().visit_extra(
+          count != n, [&](T &x) { take(x, kAny); }, [&](T &x) { take(x, T(0)); },
+          [&](T &x) { take(x, T(kNoiseFloor)); });
     }
     if (!in.complete() || !valid) return KBT_E_BLOB_VALUE;
     if (commit) {

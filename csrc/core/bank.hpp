@@ -7,6 +7,11 @@
 
 namespace kbt {
 
+#ifdef KBT_ONLY_FILTER
+constexpr bool kOnlyFilter = true;  // a firmware that leaves the code of a bank out
+#else
+constexpr bool kOnlyFilter = false;
+#endif
 constexpr double kSurpriseNats = 4.0;  // of a row of a softmax: the fresh filter begins
 
 template <class T>
@@ -43,11 +48,7 @@ class Bank {
     reset();
   }
 
-#ifdef KBT_ONLY_FILTER
-  static constexpr bool several() { return false; }
-#else
-  bool several() const { return count_ > 1; }
-#endif
+  bool several() const { return !kOnlyFilter && count_ > 1; }
   Index count() const { return count_; }
   Filter<T> &filter(Index k) { return filters_[k]; }
   const Filter<T> &filter(Index k) const { return filters_[k]; }
@@ -181,16 +182,16 @@ class Bank {
     return static_cast<float>(log_positive(sum / T(outputs())));
   }
 
-  // Calls value(x), variance(x) or noise(x) for each number that a bank keeps beside its filters.
+  // Calls value(x), variance(x) or noise(x) for each number that a bank keeps beside its filters. `matrix`: whether its
+  // noise is one, which a bank that is being read does not know yet.
   template <class Value, class Variance, class Noise>
-  void visit_extra(Value value, Variance variance, Noise noise) const {
+  void visit_extra(bool matrix, Value value, Variance variance, Noise noise) const {
     for (Index k = 0; k < kRegular; ++k) value(evidence_.log_weights[k]);
     for (Index i = 0; i < Weights::kBook; ++i) value(evidence_.book[i]);
     for (Index k = 0; k < kMost; ++k) variance(ages_[k]);
     const Index n = outputs();
-    const bool matrix = filters_[0].noise().matrix;
     for (Index i = 0; i < noise_capacity(); ++i) {
-      if (i < n && !matrix) {
+      if (matrix ? i % (n + 1) == 0 : i < n) {
         noise(first_noise_[i]);
       } else {
         value(first_noise_[i]);

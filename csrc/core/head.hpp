@@ -149,6 +149,8 @@ class Head : public kbt_head {
   void set_noise(const T *values, Index count) {
     if (has_members()) {
       noise_.set(values, count);
+      for (Index i = 0; i < outputs(); ++i) noise_.values[i] = noise_.variance(i);  // a matrix counts by its variances
+      noise_.matrix = false;
       store_.set_noise(noise_.values);
       if (predicted_rows > 0 && members_.mix(store_) != KBT_OK) predicted_rows = 0;
     } else {

@@ -182,7 +182,8 @@ KBT_API kbt_status kbt_init(const kbt_config *cfg, void *arena, size_t arena_byt
 KBT_API kbt_status kbt_set_prior(kbt_head *head, const void *weight, const void *bias, uint64_t seed);
 /* Prior from explicit means: one array n_i x (m_i + 1) per layer, bias in the last column. */
 KBT_API kbt_status kbt_set_means(kbt_head *head, const void *const *means);
-/* Observation noise R: count = 1 (scalar), d_o (variances) or d_o * d_o (symmetric matrix, row-major). */
+/* Observation noise R: count = 1 (scalar), d_o (variances) or d_o * d_o (symmetric matrix, row-major; of which a head
+ * with members takes the variances). A prediction that waits for kbt_observe goes with it, unless it would overflow. */
 KBT_API kbt_status kbt_set_noise(kbt_head *head, const void *noise, int32_t count);
 
 /* h: rows x d. mean: rows x d_o. cov: (rows * d_o)^2 epistemic, or NULL. total_var: rows x d_o, the diagonal of cov

@@ -133,7 +133,9 @@ class Session {
   kbt_status set_noise() {
     const T *R = noise();
     keeps_prediction_ = true;
-    return both([&](kbt_head *head) { return kbt_set_noise(head, R, count_); });
+    const kbt_status status = both([&](kbt_head *head) { return kbt_set_noise(head, R, count_); });
+    if (status == KBT_OK && kbt_predicted_rows(head_) == 0) pending_.clear();  // it would overflow
+    return status;
   }
   kbt_status suppose_changed() {
     keeps_prediction_ = kbt_samples(head_) == 0;  // nothing to change

@@ -1,8 +1,8 @@
 // blob.cpp - bytes from anywhere as a state blob, and as the flash memory that a device starts from.
 //
 // A blob that is accepted must be the blob that its head saves: equal in every byte, and so in meaning. (Version 1 had
-// no drift: the head saves that in addition.) Its head then predicts finite numbers or rejects, and may learn. A mutator
-// repairs length and checksum most of the time; without it nearly every input would end at the first check.
+// no drift: the head saves that in addition.) Its head then predicts finite numbers or rejects, and may learn. A
+// mutator repairs length and checksum most of the time; without it nearly every input would end at the first check.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
