@@ -157,7 +157,7 @@ bool is_finite(T x) {
 }
 
 template <class T>
-bool all_finite(const T *x, Index n) {  // x - x is 0 for a finite number and NaN otherwise
+KBT_INLINE bool all_finite(const T *x, Index n) {  // x - x is 0 for a finite number and NaN otherwise
   T sum = T(0);
   Index i = 0;
   if (kVectors && n >= kLanes) {
