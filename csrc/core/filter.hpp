@@ -12,8 +12,7 @@ namespace kbt {
 template <class T>
 class Filter : public FilterParts<T> {
   using Parts = FilterParts<T>;
-  using Parts::adapts_, Parts::adjoint_, Parts::adjoints_, Parts::cfg_, Parts::cov_, Parts::kind_, Parts::layers_,
-      Parts::log_likelihood_;
+  using Parts::adapts_, Parts::adjoint_, Parts::cfg_, Parts::cov_, Parts::kind_, Parts::layers_, Parts::log_likelihood_;
   using Parts::dense_output, Parts::fuse, Parts::has_other_cov, Parts::has_own_noise, Parts::input_cov,
       Parts::learns_noise;
   using Parts::mean_noise, Parts::noise_known, Parts::prior_of, Parts::robust, Parts::softmax_output;
@@ -169,8 +168,9 @@ class Filter : public FilterParts<T> {
   // check of a call comes before its first change. `age` is how many samples the noise was learned from.
   kbt_status judge(const T *y, const T *given, Index given_count, std::uint64_t age) {
     const Index rank = rows_ * outputs(), last = layers() - 1;
-    set_adjoints();
-    const Adjoint<T> &top = adjoints_[last];
+    Adjoint<T> adjoints[KBT_MAX_LAYERS];
+    set_adjoints(adjoints);
+    const Adjoint<T> &top = adjoints[last];
     const Noise<T> R = noise_.of_call(given, given_count);
     measure(y, R, top);
     nis_ = measurement_.nis;
@@ -183,9 +183,9 @@ class Filter : public FilterParts<T> {
       measure(y, noise_.scaled(R, T(1) / weight_), top);
       if (measurement_.floored < 0 || !is_finite(measurement_.nis)) return KBT_E_RANGE;
     }
-    for (Index i = last; i > 0; --i) layers_[i].adjoint_backward(adjoints_[i], adjoints_[i - 1], relu_[i - 1].gates);
+    for (Index i = last; i > 0; --i) layers_[i].adjoint_backward(adjoints[i], adjoints[i - 1], relu_[i - 1].gates);
     for (Index i = 0; i <= last; ++i) {
-      if (!steps_in_range(i, adjoints_[i])) return KBT_E_RANGE;
+      if (!steps_in_range(i, adjoints[i])) return KBT_E_RANGE;
     }
     adapts_ = learns_noise() && given == nullptr;
     if (!adapts_) return KBT_OK;
@@ -198,11 +198,13 @@ class Filter : public FilterParts<T> {
 
   // Takes the step that judge has prepared. Returns how many factors were floored.
   int learn() {
+    Adjoint<T> adjoints[KBT_MAX_LAYERS];
+    set_adjoints(adjoints);
     const Index rank = rows_ * outputs(), last = layers() - 1;
     int floored = measurement_.floored;
     if (noise_known() && has_other_cov())
-      measurement_.add_other_cov(other_cov_, adjoints_[last], other_cov_ + rank * rank);
-    for (Index i = 0; i <= last; ++i) floored += layers_[i].update(adjoints_[i], work_);
+      measurement_.add_other_cov(other_cov_, adjoints[last], other_cov_ + rank * rank);
+    for (Index i = 0; i <= last; ++i) floored += layers_[i].update(adjoints[i], work_);
     if (adapts_) take_noise();
     for (Index i = 0; i <= last; ++i) let_go(i);
     return floored;
@@ -265,12 +267,12 @@ class Filter : public FilterParts<T> {
 
   // ---- update, in parts --------------------------------------------------------------------------------------------
 
-  void set_adjoints() {
+  void set_adjoints(Adjoint<T> *adjoints) const {
     const Index rank = only_variances(*cfg_, rows_) ? 1 : rows_ * outputs();
     const T *rho = fuse() ? measurement_.innovation : nullptr;  // whitened by then
     for (Index i = 0; i < layers(); ++i) {
       const T *N = i == layers() - 1 && noise_known() ? measurement_.N : nullptr;
-      adjoints_[i] = Adjoint<T>{adjoint_[i], measurement_.signs, rho, N, rank, rows_, layers_[i].w.stride};
+      adjoints[i] = Adjoint<T>{adjoint_[i], measurement_.signs, rho, N, rank, rows_, layers_[i].w.stride};
     }
   }
   void measure(const T *y, const Noise<T> &R, const Adjoint<T> &top) {

@@ -111,8 +111,7 @@ class FilterParts {
   NoiseModel<T> noise_;
   Work<T> work_;
   Measurement<T> measurement_;
-  Index rows_;                           // of the latest forward pass
-  Adjoint<T> adjoints_[KBT_MAX_LAYERS];  // of the latest judge
+  Index rows_;  // of the latest forward pass
   T nis_, log_likelihood_, weight_;
   bool adapts_;
 
