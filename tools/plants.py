@@ -11,6 +11,7 @@ drift     four laws of drift: error relative to the best of five forgetting fact
 width     wide layers, with noise: error relative to the best of three ridge priors after d/4 to 4 d samples, and the
           share of targets in the 90 % interval from 2 d on
 back      there and back, twice; a slow change; a noise variance that becomes ten times as large, or as small
+bent      targets that are not linear in h: the default head with a hidden layer, one filter, and one layer
 motor     a motor's current at 200 Hz; friction triples half-way: RMS error (A), seconds until a change is reported,
           changes of health()'s verdict per minute; and alarms in logs without a change
 
@@ -32,6 +33,7 @@ from typing import Any
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
+import plant_bent  # noqa: E402
 import plant_lines  # noqa: E402
 import plant_machines  # noqa: E402
 from plant_common import QUICK, Make, Row, Rows, Sizes, baselines  # noqa: E402
@@ -44,6 +46,7 @@ TASKS: dict[str, Callable[[dict[str, Make], Sizes], Rows]] = {
     "drift": plant_lines.drift,
     "width": plant_lines.width,
     "back": plant_lines.back,
+    "bent": plant_bent.bent,
     "motor": plant_machines.motor,
 }
 
