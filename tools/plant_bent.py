@@ -37,7 +37,7 @@ def learned(learner: Any, H: Array, Y: Array) -> Row:
 
 
 def bent(learners: dict[str, Make], sizes: Sizes) -> Rows:
-    """The default head with 2 d hidden neurons, one filter with the prior (1e-6, 10), and the default with one layer."""
+    """The default head with 2 d hidden neurons, one filter with the prior (1e-6, 10), and one layer."""
     n = sizes.drifting // 2
     for d in (8, 16):
         heads: dict[str, dict[str, Any]] = {
