@@ -233,6 +233,7 @@ class Bank {
     return kRegular + Weights::kBook + kMost + noise_capacity() + means;
   }
   void place(T *at) {
+    if (at == nullptr) return;  // only sizes are planned
     evidence_.log_weights = at;
     evidence_.book = evidence_.log_weights + kRegular;
     ages_ = evidence_.book + Weights::kBook;

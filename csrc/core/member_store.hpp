@@ -58,6 +58,7 @@ struct MemberStore : Evidence<T, 6> {
   Index count() const { return O * M + noise_count() + (kept_count() + 1) * L + kept_count() + kBook; }
   Index kept_count() const { return O * M + M + LaneUD<T>::u_count(M) / L + noise_count() + 1; }  // of one member
   void place(T *at) {
+    if (at == nullptr) return;  // only sizes are planned
     const auto take = [&](T *&piece, Index count) {
       piece = at;
       at += count;

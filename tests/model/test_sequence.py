@@ -389,6 +389,7 @@ def test_an_exported_transformer_learns_a_sequence(tmp_path: Any) -> None:
         noise="multinomial",
         max_rows=6,
         prior_var=0.5,
+        softmax_order=1,  # which before any data is the softmax of the logits
     )
     sequences = Sequences(Model(tmp_path / "trunk.onnx", head, backend="onnxruntime"), start=1, pad=0)
     assert sequences.causal
