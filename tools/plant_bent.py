@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,20 +41,22 @@ def bent(learners: dict[str, Make], sizes: Sizes) -> Rows:
     """The default head with 2 d hidden neurons, one filter with the prior (1e-6, 10), and one layer."""
     n = sizes.drifting // 2
     for d in (8, 16):
-        heads: dict[str, dict[str, Any]] = {
-            "ours, hidden": {"hidden": (2 * d,)},
-            "(1e-6, 10)": {"hidden": (2 * d,), "drift": 0.0, "prior_var": (1e-4, 1e3)},  # times the first noise, 1e-2
-            "ours, one layer": {},
+        others = {name: make for name, make in learners.items() if name in ("frozen", "RLS 1")}
+        makers: dict[str, Make] = {
+            "ours": partial(Ours, hidden=(2 * d,)),
+            "(1e-6, 10)": partial(Ours, hidden=(2 * d,), drift=0.0, prior_var=(1e-4, 1e3)),  # of the first noise, 1e-2
+            "one layer": Ours,
+            **others,
         }
         for noise in (0.02, 0.3):
             for task in TASKS:
-                for name, settings in heads.items():
+                for name, make in makers.items():
                     rows = []
                     for seed in range(sizes.few):
                         rng = np.random.default_rng([seed, d, 9])
                         H = rng.normal(size=(n, d))
                         Y = targets(rng, H)[task] + noise * rng.normal(size=n)
                         start = 0.3 * rng.normal(size=(1, d))  # of a readout that was trained on something else
-                        rows.append(learned(Ours(d, 1, start, np.zeros(1), **settings), H, Y))
+                        rows.append(learned(make(d, 1, start, np.zeros(1)), H, Y))
                     yield {"case": f"{task}, d {d}, noise {noise:.0%}", "learner": name,
                            **{key: float(np.mean([row[key] for row in rows])) for key in rows[0]}}  # fmt: skip
