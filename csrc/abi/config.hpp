@@ -36,10 +36,11 @@ inline const char *bad_setting(const kbt_config &cfg) {
   if (cfg.max_rows < 1 || cfg.max_rows > kWidest) return "max_rows";
   if (cfg.output != KBT_GAUSSIAN && cfg.output != KBT_SOFTMAX) return "output";
   if (cfg.output == KBT_SOFTMAX && cfg.widths[cfg.layers] < 2) return "widths";
-  if (cfg.covariance < KBT_FULL || cfg.covariance > KBT_DIAGONAL) return "covariance";
+  if (cfg.covariance < KBT_COVARIANCE_AUTO || cfg.covariance > KBT_SHARED) return "covariance";
   if (cfg.rule != KBT_FUSE && cfg.rule != KBT_REPLACE) return "rule";
   if (cfg.rule == KBT_REPLACE && cfg.output == KBT_SOFTMAX) return "rule";
-  if (cfg.noise < KBT_NOISE_CONSTANT || cfg.noise > KBT_NOISE_FULL) return "noise";
+  if (cfg.noise < KBT_NOISE_CONSTANT || cfg.noise > KBT_NOISE_MATRIX) return "noise";
+  if (cfg.covariance == KBT_SHARED && !can_share(cfg)) return "covariance";
   if (cfg.noise == KBT_NOISE_FULL && !has_members(cfg)) return "noise";
   if (cfg.noise == KBT_NOISE_ADAPTIVE && (cfg.output != KBT_GAUSSIAN || cfg.rule != KBT_FUSE)) return "noise";
   if (cfg.noise == KBT_NOISE_MULTINOMIAL && cfg.output != KBT_SOFTMAX) return "noise";
@@ -60,6 +61,7 @@ inline const char *bad_setting(const kbt_config &cfg) {
 // filled in.
 inline kbt_config canonical(const kbt_config &given) {
   kbt_config cfg = given;
+  cfg.covariance = covariance_of(given);
   if (cfg.rule == KBT_REPLACE && cfg.drift < 0.0) cfg.drift = 0.0;  // its likelihood weighs nothing
   for (int i = 0; i < cfg.layers && cfg.drift >= 0.0; ++i) {
     if (!(cfg.prior_var[i] > 0.0)) cfg.prior_var[i] = automatic_prior(cfg, i);

@@ -36,7 +36,7 @@ struct Room {
     const Index n = cfg.widths[cfg.layers];
     h = static_cast<Index>(cfg.max_rows) * cfg.widths[0];
     y = cfg.max_rows * n;
-    noise = cfg.noise == KBT_NOISE_MULTINOMIAL ? 0 : cfg.noise == KBT_NOISE_CONSTANT ? n * n : n;
+    noise = cfg.noise == KBT_NOISE_MULTINOMIAL ? 0 : cfg.noise == KBT_NOISE_MATRIX ? n * n : n;
     element = cfg.dtype == KBT_FLOAT64 ? sizeof(double) : sizeof(float);
   }
   std::size_t numbers() const { return static_cast<std::size_t>(h + y + noise); }
@@ -56,7 +56,7 @@ struct Used {
     h = observe || (record.given & kGaveInput) != 0 ? rows * cfg.widths[0] : 0;
     y = (record.given & kGaveTarget) != 0 && !by_label ? rows * n : 0;
     labels = (record.given & kGaveTarget) != 0 && by_label && softmax ? rows : 0;
-    const bool allowed = count == 1 || count == n || (count == n * n && cfg.noise == KBT_NOISE_CONSTANT);
+    const bool allowed = count == 1 || count == n || (count == n * n && cfg.noise == KBT_NOISE_MATRIX);
     noise = (record.given & kGaveNoise) != 0 && allowed && cfg.noise != KBT_NOISE_MULTINOMIAL ? count : 0;
   }
 };

@@ -90,11 +90,11 @@ kbt_status replaced(kbt_head *head, kbt_status status) {
 
 template <class T>
 std::size_t planned_bytes(const kbt_config &cfg) {
-  if (Head<T>::largest_array(cfg) * sizeof(T) > static_cast<double>(std::numeric_limits<Index>::max()) / 4) return 0;
+  if (Head<T>::largest_array(kbt::canonical(cfg)) * sizeof(T) > static_cast<double>(std::numeric_limits<Index>::max()) / 4) return 0;
   Head<T> plan;
   kbt::Arena arena(nullptr);
   arena.take<Head<T>>(1);
-  plan.plan(cfg, arena);
+  plan.plan(kbt::canonical(cfg), arena);
   return arena.overflow() ? 0 : arena.used();
 }
 
@@ -155,7 +155,7 @@ void kbt_config_default(kbt_config *cfg, int32_t d, int32_t d_o) {
   cfg->widths[0] = d;
   cfg->widths[1] = d_o;
   cfg->max_rows = 1;
-  cfg->covariance = KBT_NEURON;
+  cfg->covariance = KBT_COVARIANCE_AUTO;
   cfg->relu_order = 2;
   cfg->softmax_order = 0;
   cfg->noise = KBT_NOISE_ADAPTIVE;

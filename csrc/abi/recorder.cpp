@@ -160,7 +160,7 @@ void write_base(const Head<T> &head, const Half &half, Writer &out) {
   std::uint32_t crc = 0;
   Writer judge(kbt::add_to_crc, &crc);
   kbt::write_body(then, judge);
-  kbt::write_header(out, kbt::kStateMagic, kbt::kStateVersion, judge.used(), crc);
+  kbt::write_header(out, kbt::kStateMagic, kbt::version_of(head.cfg), judge.used(), crc);
   kbt::write_body(then, out, false);
 }
 
@@ -205,7 +205,7 @@ void write_record(const kbt_config &cfg, const unsigned char *from, Writer &out)
 
 std::size_t state_bytes(const kbt_config &cfg, const Half &half) {
   const double n = cfg.widths[cfg.layers];
-  return static_cast<std::size_t>(kbt::state_bytes(cfg, half.noise_is_matrix ? n * n : n));
+  return static_cast<std::size_t>(kbt::state_bytes(cfg, half.noise_is_matrix ? n * n : n, kbt::version_of(cfg)));
 }
 
 // Everything after the header.

@@ -17,7 +17,7 @@
 namespace kbt {
 
 constexpr std::uint32_t kStateMagic = 0x5354424BU;  // "KBTS"
-constexpr std::uint32_t kStateVersion = 2;          // 1: without drift, one filter
+constexpr std::uint32_t kStateVersion = 3;          // 1: without drift, one filter; 2: any constant noise may be a matrix
 constexpr std::size_t kHeaderBytes = 24;
 
 // CRC-32 of `count` bytes that follow others with the CRC `crc`.
@@ -107,6 +107,15 @@ class Reader {
   bool short_ = false;
 };
 
+// The oldest format that describes the head, so that its bytes stay what they were.
+inline std::uint32_t version_of(const kbt_config &cfg) {
+  const bool several = cfg.widths[cfg.layers] > 1;
+  return cfg.covariance == KBT_SHARED || cfg.noise == KBT_NOISE_MATRIX ||
+                 (cfg.noise == KBT_NOISE_CONSTANT && several && has_bank(cfg))
+             ? 3
+             : 2;
+}
+
 // Calls visit(field) for every number of a configuration, in the order of the format.
 template <class Config, class Visit>
 void visit_config(Config &cfg, std::uint32_t version, Visit visit) {
@@ -127,7 +136,7 @@ inline void write_config(Writer &out, const kbt_config &cfg) {
     void operator()(std::int32_t x) const { out.i32(x); }
     void operator()(double x) const { out.real(x); }
   } visit{out};
-  visit_config(cfg, kStateVersion, visit);
+  visit_config(cfg, version_of(cfg), visit);
 }
 
 inline void read_config(Reader &in, std::uint32_t version, kbt_config &cfg) {
@@ -193,7 +202,7 @@ void write_state(const Head<T> &head, kbt_sink *sink, void *context) {
   Writer judge(add_to_crc, &crc);
   write_body(head, judge);
   Writer header(sink, context), body(sink, context);
-  write_header(header, kStateMagic, kStateVersion, judge.used(), crc);
+  write_header(header, kStateMagic, version_of(head.cfg), judge.used(), crc);
   header.flush();
   write_body(head, body);
 }
@@ -215,13 +224,20 @@ inline kbt_status check_header(const unsigned char *blob, std::size_t size, std:
   return crc32(blob + kHeaderBytes, size - kHeaderBytes) == crc ? KBT_OK : KBT_E_BLOB_CRC;
 }
 
-// The same for a state, whose configuration goes to `cfg`. Version 1 had no members: its drift is 0.
+// The same for a state, whose configuration goes to `cfg`. Version 1 had no members: its drift is 0. Before version 3
+// constant noise had room for a matrix.
 inline kbt_status read_header(const unsigned char *blob, std::size_t size, kbt_config &cfg, std::uint32_t &version) {
   const kbt_status status = check_header(blob, size, kStateMagic, 1, kStateVersion, version);
   if (status != KBT_OK) return status;
   Reader body(blob + kHeaderBytes, size - kHeaderBytes);
   read_config(body, version, cfg);
-  return body.truncated() ? KBT_E_BLOB_SHORT : KBT_OK;
+  body.integer<std::uint64_t>();
+  const std::int64_t count = body.i32();
+  if (body.truncated()) return KBT_E_BLOB_SHORT;
+  if (version > 2 || cfg.noise != KBT_NOISE_CONSTANT || cfg.layers < 1 || cfg.layers > KBT_MAX_LAYERS) return KBT_OK;
+  const std::int64_t n = cfg.widths[cfg.layers];
+  if (n > 1 && (has_bank(cfg) || count == n * n)) cfg.noise = KBT_NOISE_MATRIX;
+  return KBT_OK;
 }
 
 // Equal bit for bit.
@@ -240,18 +256,17 @@ inline double member_numbers(const kbt_config &cfg) {
 }
 
 // Bytes of a state with this configuration and this many numbers of noise, as a double, which cannot wrap around.
-inline double state_bytes(const kbt_config &cfg, double noise_count, std::uint32_t version = kStateVersion) {
+inline double state_bytes(const kbt_config &cfg, double noise_count, std::uint32_t version) {
   const double real = cfg.dtype == KBT_FLOAT64 ? 8.0 : 4.0;
-  Writer config;
-  write_config(config, cfg);
-  const std::size_t missing = version > 1 ? 0 : sizeof(double);
-  const double fixed =
-      static_cast<double>(kHeaderBytes + config.used() - missing + sizeof(std::uint64_t) + sizeof(std::int32_t));
+  std::size_t config = 0;
+  visit_config(cfg, version, [&](auto x) { config += sizeof x; });
+  const double fixed = static_cast<double>(kHeaderBytes + config + sizeof(std::uint64_t) + sizeof(std::int32_t));
   if (has_members(cfg)) return fixed + real * (noise_count + member_numbers(cfg));
   double numbers = noise_count;
   for (int i = 0; i < cfg.layers; ++i) {
     const double n = cfg.widths[i + 1], m = cfg.widths[i] + 1.0;
-    const double M = cfg.covariance == KBT_FULL ? n * m : m, matrices = cfg.covariance == KBT_FULL ? 1.0 : n;
+    const bool one = cfg.covariance == KBT_FULL || cfg.covariance == KBT_SHARED;
+    const double M = cfg.covariance == KBT_FULL ? n * m : m, matrices = one ? 1.0 : n;
     numbers += n * m + matrices * (cfg.covariance == KBT_DIAGONAL ? M : M * (M + 1.0) / 2.0);
   }
   if (has_bank(cfg)) numbers = Bank<float>::kMost * numbers + Bank<float>::extra_numbers(cfg);
@@ -260,7 +275,7 @@ inline double state_bytes(const kbt_config &cfg, double noise_count, std::uint32
 
 template <class T>
 std::size_t state_size(const Head<T> &head) {
-  return static_cast<std::size_t>(state_bytes(head.cfg, static_cast<double>(head.noise().count())));
+  return static_cast<std::size_t>(state_bytes(head.cfg, static_cast<double>(head.noise().count()), version_of(head.cfg)));
 }
 
 // Takes the numbers of a layer from `in`. False if they cannot be a posterior. Factors can be finite and their product
@@ -301,10 +316,10 @@ kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size
   constexpr T kAny = std::numeric_limits<T>::lowest();
   for (const bool commit : {false, true}) {
     Reader in(blob + kHeaderBytes, size - kHeaderBytes);
-    read_config(in, version, cfg);
+    read_config(in, version, cfg);  // it is the head's, by read_header
     const auto samples = in.integer<std::uint64_t>();
     const Index count = in.i32(), n = head.outputs();
-    if (count != n && !(count == n * n && cfg.noise == KBT_NOISE_CONSTANT)) return KBT_E_BLOB_VALUE;
+    if (count != n && !(count == n * n && head.cfg.noise == KBT_NOISE_MATRIX)) return KBT_E_BLOB_VALUE;
     bool valid = true;
     const auto take = [&](T &to, T lowest) {
       T x;

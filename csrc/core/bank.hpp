@@ -38,7 +38,6 @@ class Bank {
     if (!several()) return;
     means_ = arena.take<T>(kMost * rank);
     totals_ = arena.take<T>(kMost * rank);
-    cov_ = arena.take<T>(rank * rank);
     mean_ = arena.take<T>(rank);
     total_ = arena.take<T>(rank);
   }
@@ -116,19 +115,20 @@ class Bank {
   }
 
   void read_prediction(T *mean, T *cov, T *total_var) {
-    if (!several()) return filters_[0].read_prediction(mean, cov, total_var);
     const Index K = rows_ * outputs();
+    if (cov != nullptr) fill(cov, T(0), K * K);
+    if (!several()) {
+      filters_[0].read_prediction(mean, total_var);
+      if (cov != nullptr) filters_[0].add_cov(T(1), cov);
+      return;
+    }
     for (Index i = 0; i < K; ++i) mean[i] = mean_[i];
     if (total_var != nullptr) array(total_var, K) = array(total_, K);
-    if (cov == nullptr) return;
-    fill(cov, T(0), K * K);
-    for (Index k = 0; k < kMost; ++k) {  // (9.2)
+    for (Index k = 0; cov != nullptr && k < kMost; ++k) {  // (9.2)
       const T *const own = means_ + k * K;
-      filters_[k].read_prediction(totals_ + k * K, cov_, nullptr);
+      filters_[k].add_cov(weights_[k], cov);
       for (Index i = 0; i < K; ++i) {
-        for (Index j = 0; j < K; ++j) {
-          cov[i * K + j] += weights_[k] * (cov_[i * K + j] + (own[i] - mean_[i]) * (own[j] - mean_[j]));
-        }
+        for (Index j = 0; j < K; ++j) cov[i * K + j] += weights_[k] * ((own[i] - mean_[i]) * (own[j] - mean_[j]));
       }
     }
   }
@@ -161,10 +161,10 @@ class Bank {
   }
 
   // Takes the steps. Returns how many factors were floored; `event` says whether the plant has changed.
-  int learn(const Judged &judged, MemberEvent &event) {
+  int learn(const T *y, const Judged &judged, MemberEvent &event) {
     int floored = 0;
     event = {KBT_NO_CHANGE, 0, 0.0};
-    for (Index k = 0; k < count_; ++k) floored += filters_[k].learn();
+    for (Index k = 0; k < count_; ++k) floored += filters_[k].learn(y);
     if (several()) weigh_in(judged, event);
     return floored;
   }
@@ -209,7 +209,7 @@ class Bank {
   // How many those are, as a double.
   static double extra_numbers(const kbt_config &cfg) {
     const double n = cfg.widths[cfg.layers];
-    double sum = kRegular + Weights::kBook + kMost + (cfg.noise == KBT_NOISE_CONSTANT ? n * n : n);
+    double sum = kRegular + Weights::kBook + kMost + (cfg.noise == KBT_NOISE_MATRIX ? n * n : n);
     for (int i = 0; i < cfg.layers; ++i) sum += cfg.widths[i + 1] * (cfg.widths[i] + 1.0);
     return sum;
   }
@@ -317,7 +317,7 @@ class Bank {
     evidence_.weights(w);
     for (Index k = 0; k < kMost; ++k) {
       weights_[k] = w[k];
-      filters_[k].read_prediction(means_ + k * K, nullptr, totals_ + k * K);
+      filters_[k].read_prediction(means_ + k * K, totals_ + k * K);
     }
     kbt_status status = KBT_OK;
     for (Index i = 0; i < K; ++i) {
@@ -350,7 +350,7 @@ class Bank {
   Weights evidence_;
   T *ages_, *first_noise_, *first_means_;
   T *means_, *totals_;       // kMost x rank: of each filter
-  T *mean_, *total_, *cov_;  // of the mixture; a covariance
+  T *mean_, *total_;         // of the mixture
   T weights_[kMost], log_density_[Weights::kAll];
 };
 

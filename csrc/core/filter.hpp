@@ -13,10 +13,11 @@ template <class T>
 class Filter : public FilterParts<T> {
   using Parts = FilterParts<T>;
   using Parts::adapts_, Parts::adjoint_, Parts::cfg_, Parts::cov_, Parts::kind_, Parts::layers_, Parts::log_likelihood_;
-  using Parts::dense_output, Parts::fuse, Parts::has_other_cov, Parts::has_own_noise, Parts::input_cov,
+  using Parts::apart, Parts::dense_output, Parts::fuse, Parts::has_other_cov, Parts::has_own_noise, Parts::input_cov,
       Parts::learns_noise;
-  using Parts::mean_noise, Parts::noise_known, Parts::prior_of, Parts::robust, Parts::softmax_output;
-  using Parts::measurement_, Parts::nis_, Parts::noise_, Parts::other_cov_, Parts::other_z_, Parts::relu_;
+  using Parts::mean_noise, Parts::noise_known, Parts::prior_of, Parts::robust, Parts::scales_with_noise,
+      Parts::softmax_output;
+  using Parts::measurement_, Parts::nis_, Parts::noise_, Parts::noise_given_, Parts::other_cov_, Parts::other_z_, Parts::relu_;
   using Parts::rows_, Parts::series_, Parts::u_, Parts::variances_, Parts::weight_, Parts::work_;
 
  public:
@@ -95,7 +96,7 @@ class Filter : public FilterParts<T> {
   }
   // A posterior in units of the noise goes with it.
   void set_noise(const T *values, Index count) {
-    const bool scales = in_units_of_noise(*cfg_) && !noise_.matrix;
+    const bool scales = scales_with_noise() && !noise_.matrix;
     if (scales) array(noise_.scratch, outputs()) = array(static_cast<const T *>(noise_.values), outputs());
     noise_.set(values, count);
     if (scales && !noise_.matrix) scale_with_noise(noise_.scratch, noise_.values);
@@ -116,7 +117,7 @@ class Filter : public FilterParts<T> {
     if (!certain) fill_input_cov(in);
     for (Index i = 0; i < layers(); ++i) {
       Layer<T> &layer = layers_[i];
-      const Cov<T> out{cov_[i % 2], dense_output(i), rows, layer.w.n, layer.w.stride};
+      const Cov<T> out = cov_out(i, rows);
       const bool last = i == layers() - 1;
       layer.mean_forward(rows, u_);
       fill(out.data, T(0), out.count() + kLanes);
@@ -135,31 +136,35 @@ class Filter : public FilterParts<T> {
     }
     measurement_.rows = rows;
     measurement_.n = outputs();
-    measurement_.predict(u_, layers_[layers() - 1].w.stride, in.data, *cfg_);
+    measurement_.predict(u_, layers_[layers() - 1].w.stride, in, *cfg_);
     rows_ = rows;
     return KBT_OK;
   }
 
-  // Results of the latest forward pass. cov and total_var may be null. Where nearly equal variances cancel, as those of
-  // two classes do that move together, rounding error is left and can be negative: it counts as zero, and so do its
-  // covariances. The noise can be the largest number there is, so the total saturates.
-  void read_prediction(T *mean, T *cov, T *total_var) {
+  // Results of the latest forward pass; total_var may be null. The noise can be the largest number there is, so the
+  // total saturates.
+  void read_prediction(T *mean, T *total_var) {
     const Index K = rows_ * outputs();
     for (Index i = 0; i < K; ++i) mean[i] = measurement_.mean[i];
-    if (cov == nullptr && total_var == nullptr) return;
-    const T *epistemic = output_cov();
+    if (total_var == nullptr) return;
     const bool of_labels = matches_moments(*cfg_);  // then the noise is all of the variance
-    if (softmax_output() && (cov != nullptr || !of_labels)) {
-      measurement_.softmax_cov(epistemic, measurement_.L, measurement_.X);
-      epistemic = measurement_.L;
-    }
-    const auto known = [&](Index i) { return epistemic[i * K + i] > T(0); };
+    const T *const dense = apart() || of_labels ? nullptr : dense_cov();
     for (Index i = 0; i < K; ++i) {
-      const T *row = epistemic + i * K;
-      for (Index k = 0; cov != nullptr && k < K; ++k) cov[i * K + k] = known(i) && known(k) ? row[k] : T(0);
-      if (total_var == nullptr) continue;
-      const T total = (!of_labels && known(i) ? row[i] : T(0)) + observation_noise(i);
+      T own = T(0);
+      if (!of_labels) own = dense != nullptr ? dense[i * K + i] : output_var(i / outputs(), i % outputs());
+      const T total = (own > T(0) ? own : T(0)) + observation_noise(i);
       total_var[i] = is_finite(total) ? total : std::numeric_limits<T>::max();
+    }
+  }
+  // Adds `weight` times the epistemic covariance. Where nearly equal variances cancel, as those of two classes do that
+  // move together, rounding error is left and can be negative: it counts as zero, and so do its covariances.
+  void add_cov(T weight, T *cov) {
+    if (apart()) return add_cov_apart(weight, cov);
+    const Index K = rows_ * outputs();
+    const T *const dense = dense_cov();
+    const auto known = [&](Index i) { return dense[i * K + i] > T(0); };
+    for (Index i = 0; i < K; ++i) {
+      for (Index k = 0; known(i) && k < K; ++k) cov[i * K + k] += known(k) ? weight * dense[i * K + k] : T(0);
     }
   }
   // ---- update ------------------------------------------------------------------------------------------------------
@@ -167,6 +172,7 @@ class Filter : public FilterParts<T> {
   // Judges y (rows x d_o) at the rows of the latest forward pass, and prepares the step. Changes scratch only: every
   // check of a call comes before its first change. `age` is how many samples the noise was learned from.
   kbt_status judge(const T *y, const T *given, Index given_count, std::uint64_t age) {
+    if (apart()) return judge_apart(y, given, given_count, age);
     const Index rank = rows_ * outputs(), last = layers() - 1;
     Adjoint<T> adjoints[KBT_MAX_LAYERS];
     set_adjoints(adjoints);
@@ -187,17 +193,15 @@ class Filter : public FilterParts<T> {
     for (Index i = 0; i <= last; ++i) {
       if (!steps_in_range(i, adjoints[i])) return KBT_E_RANGE;
     }
-    adapts_ = learns_noise() && given == nullptr;
-    if (!adapts_) return KBT_OK;
-    const bool adapted = noise_.adapt(age, [&](Index i) { return squared_noise(y, i); });
-    return adapted && noise_in_range(noise_.scratch, outputs()) ? KBT_OK : KBT_E_RANGE;
+    return judge_noise(y, given, age);
   }
   T nis() const { return nis_; }  // of the latest judge, before any robust step
   T log_likelihood() const { return log_likelihood_; }
   const T *probabilities() const { return measurement_.mean; }
 
   // Takes the step that judge has prepared. Returns how many factors were floored.
-  int learn() {
+  int learn(const T *y) {
+    if (apart()) return learn_apart(y);
     Adjoint<T> adjoints[KBT_MAX_LAYERS];
     set_adjoints(adjoints);
     const Index rank = rows_ * outputs(), last = layers() - 1;
@@ -235,6 +239,10 @@ class Filter : public FilterParts<T> {
     for (Index k = 0; k < K * K; ++k) other_cov_[k] = out.data[k];
     for (Index k = 0; !fuse() && k < K; ++k) other_cov_[k * K + k] += T(kNoiseFloor);
   }
+  Cov<T> cov_out(Index i, Index rows) const {
+    const Posterior<T> &w = layers_[i].w;
+    return {cov_[i % 2], dense_output(i), rows, w.distinct(), w.var_stride()};
+  }
   static void keep_variances(const Cov<T> &out, T *variances) {
     for (Index a = 0; a < out.rows; ++a, variances += out.stride) {
       if (out.dense) {
@@ -246,16 +254,26 @@ class Filter : public FilterParts<T> {
   }
   // Variances of the outputs are still to be multiplied by derivatives of the softmax and added to the noise.
   bool outputs_in_range(Index rows) const {
-    const Index stride = layers_[layers() - 1].w.stride;
     for (Index a = 0; a < rows; ++a) {
       for (Index j = 0; j < outputs(); ++j) {
-        if (!(variances_[layers() - 1][a * stride + j] < kLargest<T>)) return false;
+        if (!(output_var(a, j) < kLargest<T>)) return false;
       }
     }
     return true;
   }
 
+  T output_var(Index a, Index o) const {
+    const Posterior<T> &w = layers_[layers() - 1].w;
+    if (w.structure != KBT_SHARED) return variances_[layers() - 1][a * w.stride + o];
+    return (relative_factor(*cfg_) ? noise_.variance(o) : T(1)) * variances_[0][a];
+  }
   const T *output_cov() const { return cov_[(layers() - 1) % 2]; }
+  // Of the observation; in the measurement's scratch, if a softmax is between.
+  const T *dense_cov() {
+    if (!softmax_output()) return output_cov();
+    measurement_.softmax_cov(output_cov(), measurement_.L, measurement_.X);
+    return measurement_.L;
+  }
   T observation_noise(Index i) const {  // (3.5)
     if (!fuse()) return T(0);
     const Index o = i % outputs();
@@ -268,11 +286,10 @@ class Filter : public FilterParts<T> {
   // ---- update, in parts --------------------------------------------------------------------------------------------
 
   void set_adjoints(Adjoint<T> *adjoints) const {
-    const Index rank = only_variances(*cfg_, rows_) ? 1 : rows_ * outputs();
     const T *rho = fuse() ? measurement_.innovation : nullptr;  // whitened by then
     for (Index i = 0; i < layers(); ++i) {
       const T *N = i == layers() - 1 && noise_known() ? measurement_.N : nullptr;
-      adjoints[i] = Adjoint<T>{adjoint_[i], measurement_.signs, rho, N, rank, rows_, layers_[i].w.stride};
+      adjoints[i] = {adjoint_[i], measurement_.signs, rho, N, nullptr, rows_ * outputs(), rows_, layers_[i].w.stride};
     }
   }
   void measure(const T *y, const Noise<T> &R, const Adjoint<T> &top) {
@@ -304,14 +321,96 @@ class Filter : public FilterParts<T> {
     return growth * D.largest * steepest * steepest < kLargest<T> && growth < D.smallest * kLargest<T>;
   }
 
+  // ---- update where outputs are apart: apart.hpp -------------------------------------------------------------------
+
+  Apart<T> outputs_at(const Cov<T> &cov) {
+    const bool shared = cfg_->covariance == KBT_SHARED, relative = relative_factor(*cfg_);
+    const T *const noise = noise_given_ ? noise_.scratch : noise_.values, *const R = noise_.values;
+    T kept = T(1);
+    if (softmax_output()) return {measurement_, cov, shared, nullptr, nullptr, kept, T(1)};
+    if (!shared) return {measurement_, cov, false, nullptr, noise, kept, weight_};
+    if (!relative) return {measurement_, cov, true, nullptr, nullptr, *noise, weight_};
+    if (noise_given_) kept = NoiseModel<T>::mean_ratio(noise, R, outputs());
+    return {measurement_, cov, true, R, nullptr, kept, weight_};
+  }
+  kbt_status judge_apart(const T *y, const T *given, Index given_count, std::uint64_t age) {
+    noise_.of_call(given, given_count);
+    noise_given_ = given != nullptr;
+    weight_ = T(1);
+    Apart<T> outputs_seen = outputs_at(cov_out(0, rows_));
+    if (softmax_output()) {
+      outputs_seen.judge_labels(y);
+    } else {
+      outputs_seen.judge(y);
+    }
+    nis_ = measurement_.nis;
+    log_likelihood_ = measurement_.log_likelihood;
+    // No weight moves by more than sqrt(S_pp NIS), whatever the number of rows that are learned.
+    if (!(nis_ < kLargest<T>) || !is_finite(log_likelihood_)) return KBT_E_RANGE;
+    const T most = T(kHuber) * T(rows_ * outputs());
+    if (robust() && nis_ > most) weight_ = most / nis_;  // (8.3)
+    return judge_noise(y, given, age);
+  }
+  // The rows one after another, which is exact for a gaussian.
+  int learn_apart(const T *y) {
+    const Index rows = rows_, n = outputs();
+    Layer<T> layer = layers_[0];
+    const Cov<T> cov = cov_out(0, 1);
+    const T one = T(1), *const mean = measurement_.mean;
+    const Adjoint<T> adjoint{adjoint_[0], &one, measurement_.innovation, nullptr, softmax_output() ? nullptr : measurement_.share,
+                             1, 1, layer.w.stride};
+    int floored = 0;
+    for (Index a = 0; a < rows; ++a) {
+      if (rows > 1) forward_row(a, layer, cov);
+      fill(adjoint.data, T(0), adjoint.count());
+      const Apart<T> seen = outputs_at(cov);
+      if (softmax_output()) {
+        seen.label_row(y + a * n, adjoint);
+      } else {
+        seen.gaussian_row(y + a * n, mean, adjoint);
+      }
+      floored += layer.update(adjoint, work_);
+    }
+    if (adapts_) take_noise();
+    let_go(0);
+    return floored;
+  }
+  // Row a alone, after the rows before it were learned.
+  void forward_row(Index a, Layer<T> &layer, const Cov<T> &cov) {
+    layer.z = layers_[0].z + a * layer.w.z_stride;
+    layer.mean_forward(1, u_);
+    fill(cov.data, T(0), cov.count() + kLanes);
+    layer.weight_cov_forward(cov, work_);
+    measurement_.rows = 1;
+    measurement_.predict(u_, layer.w.stride, cov, *cfg_);
+    measurement_.rows = rows_;
+  }
+  void add_cov_apart(T weight, T *cov) {
+    const Index n = outputs(), K = rows_ * n;
+    const Cov<T> own = cov_out(0, rows_);
+    const Apart<T> seen = outputs_at(own);
+    for (Index a = 0; a < rows_; ++a) {
+      for (Index b = 0; b < rows_; ++b) {
+        T *const block = cov + a * n * K + b * n;
+        const T sum = softmax_output() ? seen.label_cov_sum(a, b) : T(0);
+        for (Index i = 0; i < n; ++i) {
+          if (!softmax_output()) {
+            block[i * (K + 1)] += weight * (seen.unit(i) * seen.variance(a, b, i));
+            continue;
+          }
+          for (Index k = 0; k < n; ++k) block[i * K + k] += weight * seen.label_cov(a, i, b, k, sum);
+        }
+      }
+    }
+  }
+
   // (8.2): v e^2 / (1 + c) with c the variance of output i in units of its noise, averaged over rows.
   T squared_noise(const T *y, Index i) const {
-    const Index n = outputs(), stride = layers_[layers() - 1].w.stride;
+    const Index n = outputs();
     const T R = noise_.values[i];
     T sum = T(0);
     for (Index a = 0; a < rows_; ++a) {
-      const T e = y[a * n + i] - measurement_.mean[a * n + i];
-      const T var = variances_[layers() - 1][a * stride + i];
+      const T e = y[a * n + i] - measurement_.mean[a * n + i], var = output_var(a, i);
       sum += weight_ * (e / (R + (var > T(0) ? var : T(0))) * e) * R;
     }
     return sum / T(rows_);
@@ -328,8 +427,14 @@ class Filter : public FilterParts<T> {
       layers_[i].w.each_factor([&](Index j, T &D) { D *= own ? after[j] / before[j] : mean; });
     }
   }
+  kbt_status judge_noise(const T *y, const T *given, std::uint64_t age) {
+    adapts_ = learns_noise() && given == nullptr;
+    if (!adapts_) return KBT_OK;
+    const bool adapted = noise_.adapt(age, [&](Index i) { return squared_noise(y, i); });
+    return adapted && noise_in_range(noise_.scratch, outputs()) ? KBT_OK : KBT_E_RANGE;
+  }
   void take_noise() {
-    scale_with_noise(noise_.values, noise_.scratch);
+    if (scales_with_noise()) scale_with_noise(noise_.values, noise_.scratch);
     noise_.take_adapted();
   }
   // (5.7), and (9.3) with a walk that moves outputs at the latest input. Neither raises D above the prior.
@@ -339,7 +444,7 @@ class Filter : public FilterParts<T> {
     if (!(forgetting < T(1)) && !(drift > T(0))) return;
     T size = T(0);
     for (Index a = 0; a < rows_; ++a) size += dot(layers_[i].input(a), layers_[i].input(a), layers_[i].w.M1);
-    const T noise = softmax_output() ? T(1) : mean_noise(),
+    const T noise = softmax_output() || relative_factor(*cfg_) ? T(1) : mean_noise(),
             step = size > T(0) ? drift * noise * (T(rows_) / size) : T(0);
     Index neuron = -1;
     T prior = T(0);

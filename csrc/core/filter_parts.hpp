@@ -1,10 +1,10 @@
 // filter_parts.hpp - the memory of one filter, and what its configuration implies. filter.hpp has the algorithm.
 #pragma once
 
+#include "apart.hpp"
 #include "arena.hpp"
 #include "kbt.h"
 #include "layer.hpp"
-#include "measurement.hpp"
 #include "noise.hpp"
 #include "relu.hpp"
 
@@ -26,6 +26,7 @@ class FilterParts {
     }
     noise_.kind = config.noise;
     noise_.n = outputs();
+    noise_.equal = config.covariance == KBT_SHARED && !in_units_of_noise(config);
     noise_.values = arena.take<T>(NoiseModel<T>::capacity(config.noise, outputs()));
   }
 
@@ -37,6 +38,10 @@ class FilterParts {
   // Largest number of elements any single array takes, as a double: an overflow is seen before an integer could wrap.
   static double largest_array(const kbt_config &cfg) {
     const double rows = cfg.max_rows, rank = rows * cfg.widths[cfg.layers];
+    if (outputs_apart(cfg)) {
+      const double n = cfg.widths[1] + 8.0, m = cfg.widths[0] + 9.0, factors = cfg.covariance == KBT_SHARED ? 1.0 : n;
+      return (factors * m + n) * (m + rows) + factors * rows * (m + rows);
+    }
     double largest = rank * rank;
     for (int i = 0; i < cfg.layers; ++i) {
       const double n = cfg.widths[i + 1] + 8.0, m = cfg.widths[i] + 9.0;
@@ -61,6 +66,7 @@ class FilterParts {
   Cov<T> input_cov(T *data, Index rows) const {
     return Cov<T>{data, cfg_->covariance == KBT_FULL, rows, inputs(), inputs()};
   }
+  bool apart() const { return outputs_apart(*cfg_); }
   bool fuse() const { return cfg_->rule == KBT_FUSE; }
   bool softmax_output() const { return cfg_->output == KBT_SOFTMAX; }
   bool learns_noise() const { return cfg_->noise == KBT_NOISE_ADAPTIVE; }
@@ -69,6 +75,7 @@ class FilterParts {
   // Neurons of a layer are correlated when their weights are (`full`), or through a shared uncertain input. The last
   // layer's covariance is kept dense, for the measurement.
   bool dense_output(Index i) const {
+    if (apart()) return false;
     return i == layers() - 1 || cfg_->covariance == KBT_FULL || i > 0 || cfg_->input_var > 0.0;
   }
   // All weights of the last layer are in one group, so its measurement noise is known without cancellation.
@@ -80,11 +87,13 @@ class FilterParts {
   bool separate_last_layer() const {
     return cfg_->covariance == KBT_NEURON && outputs() > 1 && fuse() && cfg_->output == KBT_GAUSSIAN;
   }
-  bool noise_known() const { return whole_last_layer() || separate_last_layer(); }
+  bool noise_known() const { return !apart() && (whole_last_layer() || separate_last_layer()); }
   bool has_other_cov() const { return layers() > 1 || cfg_->input_var > 0.0 || !fuse(); }
 
   // Outputs have their own neurons in the last layer, and share the layers below.
   bool has_own_noise(Index layer) const { return layer == layers() - 1 && cfg_->covariance != KBT_FULL; }
+  // A posterior that goes with the noise.
+  bool scales_with_noise() const { return in_units_of_noise(*cfg_) && !relative_factor(*cfg_); }
   T mean_noise() const {
     T sum = T(0);
     for (Index o = 0; o < outputs(); ++o) sum += noise_.variance(o);
@@ -93,7 +102,7 @@ class FilterParts {
   // Variance of the weights of neuron j before any data.
   T prior_of(Index layer, Index j) const {
     const T prior = layers_[layer].w.prior_var * static_cast<T>(layer == layers() - 1 ? kind_.last : kind_.hidden);
-    if (!in_units_of_noise(*cfg_)) return prior;
+    if (!scales_with_noise()) return prior;
     return prior * (has_own_noise(layer) ? noise_.variance(j) : mean_noise());
   }
 
@@ -114,6 +123,7 @@ class FilterParts {
   Index rows_;  // of the latest forward pass
   T nis_, log_likelihood_, weight_;
   bool adapts_;
+  bool noise_given_;  // the latest judge had noise of its own, which is in the scratch of noise_
 
  private:
   struct Piece {  // of the arena: where its address goes, and how many numbers it has
@@ -132,20 +142,21 @@ class FilterParts {
       const Posterior<T> &w = layer.w;
       take(arena, {{&layer.z, rows * w.z_stride},
                    {&layer.F, w.projection_count(rows)},
-                   {&layer.weight_var, cfg_->covariance == KBT_DIAGONAL ? 0 : rows * rows * w.stride},
-                   {&relu_[i].gates, rows * w.stride},
-                   {&variances_[i], rows * w.stride},
-                   {&adjoint_[i], (1 + rank) * rows * w.stride}});
+                   {&layer.weight_var, cfg_->covariance == KBT_DIAGONAL ? 0 : rows * rows * w.var_stride()},
+                   {&relu_[i].gates, apart() ? 0 : rows * w.stride},
+                   {&variances_[i], rows * w.var_stride()},
+                   {&adjoint_[i], apart() ? 2 * w.stride : (1 + rank) * rows * w.stride}});
     }
-    Index cov[2] = {0, input_cov(nullptr, rows).count()}, u = 0, series = 0;
+    Index cov[2] = {0, cfg_->input_var > 0.0 ? input_cov(nullptr, rows).count() : 0}, u = 0, series = 0;
     WorkSizes sizes{};
     const auto at_least = [](Index &x, Index y) { x = x < y ? y : x; };
     for (Index i = 0; i < layers(); ++i) {
       const Posterior<T> &w = layers_[i].w;
-      at_least(cov[i % 2], Cov<T>::count(dense_output(i), rows, w.n, w.stride));
+      at_least(cov[i % 2], Cov<T>::count(dense_output(i), rows, w.distinct(), w.var_stride()));
       at_least(u, rows * w.stride);
-      at_least(series, Relu<T>::series_count(rows, w.stride, cfg_->relu_order));
-      sizes.grow_to(WorkSizes::of(w, rows, rank, fuse(), i == layers() - 1 && separate_last_layer()));
+      if (!apart()) at_least(series, Relu<T>::series_count(rows, w.stride, cfg_->relu_order));
+      sizes.grow_to(apart() ? WorkSizes::of_rows_apart(w)
+                            : WorkSizes::of(w, rows, rank, fuse(), i == layers() - 1 && separate_last_layer()));
     }
     take(arena, {{&other_z_, rows * layers_[0].w.z_stride},
                  {&noise_.scratch, NoiseModel<T>::capacity(cfg_->noise, outputs())},
@@ -164,10 +175,10 @@ class FilterParts {
 
   void plan_measurement(Arena &arena) {
     const Index rows = cfg_->max_rows, rank = rows * outputs();
-    const Index square = Measurement<T>::square_count(rows, outputs());
+    const Index square = apart() ? rows * rows : Measurement<T>::square_count(rows, outputs());
     take(arena, {{&measurement_.mean, rank},
                  {&measurement_.p, softmax_output() ? rank : 0},
-                 {&measurement_.map, softmax_output() ? rank * outputs() : 0},
+                 {&measurement_.map, softmax_output() && !apart() ? rank * outputs() : 0},
                  {&measurement_.innovation, rank},
                  {&measurement_.L, square},
                  {&measurement_.X, square},
@@ -176,6 +187,7 @@ class FilterParts {
                  {&measurement_.signs, rank},
                  {&measurement_.kappa, moment_softmax(*cfg_) ? rank : 0},
                  {&measurement_.scale, moment_softmax(*cfg_) ? rows : 0},
+                 {&measurement_.share, apart() ? layers_[0].w.stride : 0},
                  {&other_cov_, noise_known() ? square + 2 * rank : 0}});
   }
 };

@@ -323,7 +323,7 @@ class Head : public kbt_head {
       if (result != nullptr) *result = found(judged.nis, judged.log_density, KBT_NO_CHANGE);
       return KBT_GATED;
     }
-    counters.floored += static_cast<std::uint64_t>(bank_.learn(judged, event_));
+    counters.floored += static_cast<std::uint64_t>(bank_.learn(y, judged, event_));
     if (watchful()) {
       if (softmax) {
         note_members(watch, bank_.walking(), 0.0F, event_.kind != KBT_NO_CHANGE);

@@ -1,10 +1,11 @@
 // layer.hpp - one Bayesian linear layer: moments forward, method.md §2, and the adjoint backward, §4. What depends on
-// the posterior structure is in full.hpp, neuron.hpp and diagonal.hpp.
+// the posterior structure is in full.hpp, neuron.hpp, shared.hpp and diagonal.hpp.
 #pragma once
 
 #include "diagonal.hpp"
 #include "full.hpp"
 #include "neuron.hpp"
+#include "shared.hpp"
 
 namespace kbt {
 
@@ -67,6 +68,7 @@ struct Layer : LayerParts<T> {
   void with_structure(F f) const {
     if (w.structure == KBT_DIAGONAL) return f(Diagonal<T>());
     if (w.structure == KBT_FULL) return f(Full<T>());
+    if (w.structure == KBT_SHARED) return f(Shared<T>());
     if (w.interleaved) return f(Neurons<T, kLanes>());
     f(Neurons<T, 1>());
   }

@@ -4,24 +4,12 @@
 
 #include "moments.hpp"
 #include "noise.hpp"
+#include "settings.hpp"
 #include "softmax.hpp"
 
 namespace kbt {
 
 constexpr double kSmoothing = 1e-7;  // multinomial: smallest probability an outcome is granted
-
-// The moment softmax, method.md §11.
-inline bool moment_softmax(const kbt_config &cfg) {
-  return cfg.output == KBT_SOFTMAX && cfg.softmax_order == 0;
-}
-// It gives the covariance of the innovation, instead of adding that of the noise.
-inline bool matches_moments(const kbt_config &cfg) {
-  return moment_softmax(cfg) && cfg.noise == KBT_NOISE_MULTINOMIAL;
-}
-// Of Lambda the update needs its diagonal alone, which is then in closed form.
-inline bool only_variances(const kbt_config &cfg, Index rows) {
-  return matches_moments(cfg) && rows == 1 && cfg.layers == 1 && cfg.covariance != KBT_FULL;
-}
 
 // Everything here is over K = rows * d_o numbers, (row, output) with outputs innermost. All three kinds of observation
 // are one linear-Gaussian problem, with a map G per row, an innovation and its noise:
@@ -52,13 +40,14 @@ struct Measurement {
   bool moment;    // the moment softmax, method.md §11
   T *kappa;       // K: its slopes
   T *scale;       // rows: its s; 1 with constant noise
+  T *share;       // stride: what a row's step leaves of a variance; only where outputs are apart
   T nis, log_likelihood;
   int floored;  // pivots of L; -1: L is rounding alone
 
   static Index square_count(Index rows, Index n) { return rows * n * rows * n; }
 
-  // Moments of the observation from those of u (rows x stride) and cov (K x K, dense).
-  void predict(const T *u, Index stride, const T *cov, const kbt_config &cfg) {
+  // Moments of the observation from those of u: mean (rows x stride) and cov.
+  void predict(const T *u, Index stride, const Cov<T> &cov, const kbt_config &cfg) {
     const Index K = rows * n;
     moment = moment_softmax(cfg);
     if (moment) return predict_moments(u, stride, cov, cfg);
@@ -72,25 +61,26 @@ struct Measurement {
       if (cfg.softmax_order == 1) {
         for (Index i = 0; i < n; ++i) mean[a * n + i] = p[a * n + i];
       } else {
-        softmax_second_order(p + a * n, cov + (a * n) * K + a * n, K, n, mean + a * n);
+        softmax_second_order(p + a * n, cov.row(a, 0) + a * n, K, n, mean + a * n);
       }
     }
   }
 
   // The same for the moment softmax, (11.1) and (11.4).
-  void predict_moments(const T *u, Index stride, const T *cov, const kbt_config &cfg) {
-    const Index K = rows * n;
-    const bool correlated = cfg.layers > 1 || cfg.covariance == KBT_FULL || cfg.input_var > 0.0;
+  void predict_moments(const T *u, Index stride, const Cov<T> &cov, const kbt_config &cfg) {
     for (Index a = 0; a < rows; ++a) {
       T *const ka = kappa + a * n, *const pa = p + a * n;
-      const T *const own = cov + (a * n) * K + a * n;
+      const bool one = cov.n == 1;  // variance for all
       for (Index i = 0; i < n; ++i) {
-        ka[i] = moment_slope(own[i * K + i]);
+        ka[i] = one && i > 0 ? *ka : moment_slope(cov.same(a, a, i));
         pa[i] = ka[i] * u[a * stride + i];
       }
       softmax(pa, n, mean + a * n);
       smooth(mean + a * n, n, T(kSmoothing), pa);
-      scale[a] = matches_moments(cfg) ? moment_scale(pa, ka, own, K, n, correlated) : T(1);
+      scale[a] = T(1);
+      if (!matches_moments(cfg)) continue;
+      scale[a] = cov.dense ? joint_moment_scale(pa, ka, cov.row(a, 0) + a * n, rows * n, n)
+                           : moment_scale(pa, ka, &cov.same(a, a, 0), one, n);
     }
   }
 
@@ -165,8 +155,7 @@ struct Measurement {
     }
   }
 
-  // One row of a moment softmax, method.md (11.3), in closed form. Where only the variances of single logits are wanted
-  // from Lambda, the adjoint has one column: its entries are the roots of -Lambda_jj, and r is not in its range.
+  // One row of a moment softmax, method.md (11.3), in closed form.
   void fuse_moment_row(const T *cov, const T *y, bool want_N, const Adjoint<T> &adjoint) {
     const T s = *scale, root = T(1) / std::sqrt(s);
     floored = 0;
@@ -177,10 +166,6 @@ struct Measurement {
     nis = dot(innovation, innovation, n);
     log_likelihood = log_probability(y);
     for (Index k = 0; k < adjoint.rank; ++k) signs[k] = T(1);
-    if (adjoint.rank == 1) {
-      for (Index i = 0; i < n; ++i) adjoint.B(0, 0)[i] = kappa[i] * std::sqrt(bernoulli_variance(p, n, i)) * root;
-      return;
-    }
     softmax_root(p, n, map);
     scale_map(0, root);
     for (Index k = 0; k < n; ++k) {
@@ -269,11 +254,16 @@ struct Measurement {
 
   void add_other_number(T other_cov, T b) { *N += b * (other_cov * b); }
 
- private:
   void innovate(const T *y) {
     for (Index i = 0; i < rows * n; ++i) innovation[i] = y[i] - mean[i];
   }
+  T log_probability(const T *y) const {
+    T sum = T(0);
+    for (Index i = 0; i < rows * n; ++i) sum += y[i] * log_positive(mean[i] > T(1e-30) ? mean[i] : T(1e-30));
+    return sum;
+  }
 
+ private:
   void set_map(bool multinomial) {
     for (Index a = 0; a < rows; ++a) {
       const T *pa = p + a * n;
@@ -341,12 +331,6 @@ struct Measurement {
     T sum = T(0);
     for (Index i = 0; i < K; ++i) sum += log_positive(L[i * K + i]);
     return T(-0.5) * nis - sum - T(0.9189385332046727) * T(K);
-  }
-
-  T log_probability(const T *y) const {
-    T sum = T(0);
-    for (Index i = 0; i < rows * n; ++i) sum += y[i] * log_positive(mean[i] > T(1e-30) ? mean[i] : T(1e-30));
-    return sum;
   }
 };
 

@@ -42,6 +42,7 @@ struct Adjoint {
   const T *signs;  // +1: a measurement, variance shrinks; -1: variance grows. The measurements come first.
   const T *rho;    // r = B rho; null under `replace`, where r may leave the range of B
   const T *noise;  // last layer: N of Measurement, where it is known without cancellation; else null
+  T *share;        // one row of outputs that are apart: what its step leaves of their variances, where that is known
   Index rank, rows, stride;
 
   T *column(Index c, Index a) const { return data + (c * rows + a) * stride; }

@@ -19,9 +19,9 @@ struct Neurons {
     for (Index g = 0; g < w.groups(); ++g) {
       for (Index a = 0; a < rows; ++a) {
         for (Index b = 0; b <= a; ++b) {
-          T *const x = layer.weight_var + (a * rows + b) * w.stride + g * W;
+          T *const x = layer.weight_var + (a * rows + b) * w.var_stride() + g * W;
           loops(layer).weigh(factor(w, g), layer.projection(g * rows + a), layer.projection(g * rows + b), x);
-          for (Index l = 0; a != b && l < W; ++l) layer.weight_var[(b * rows + a) * w.stride + g * W + l] = x[l];
+          for (Index l = 0; a != b && l < W; ++l) layer.weight_var[(b * rows + a) * w.var_stride() + g * W + l] = x[l];
           add(out, a, b, g, x);
         }
       }
@@ -70,8 +70,8 @@ struct Neurons {
       if constexpr (W == kLanes) {
         layer.loops->project_lanes(w.lanes(0), w.groups(), layer.input(a), layer.projection(a), rows * w.length());
       } else {
-        for (Index j = 0; j < w.n; ++j) {
-          layer.loops->project_column(w.column(j), layer.input(a), layer.projection(j * rows + a));
+        for (Index g = 0; g < w.groups(); ++g) {
+          layer.loops->project_column(w.column(g), layer.input(a), layer.projection(g * rows + a));
         }
       }
     }
@@ -87,11 +87,11 @@ struct Neurons {
   // known.
   static int update_row(LayerParts<T> &layer, const Adjoint<T> &adjoint, const Work<T> &work) {
     const Posterior<T> &w = layer.w;
-    T *share = nullptr;
+    const T *share = adjoint.share;
     if (adjoint.noise != nullptr && adjoint.rank > 1) {
       share = work.inner;
       for (Index g = 0; g < w.groups(); ++g) {
-        Eigen::Map<Eigen::Array<T, W, 1>>(share + g * W) =
+        Eigen::Map<Eigen::Array<T, W, 1>>(work.inner + g * W) =
             JointUpdate<T, W>(layer, factor(w, g), g, adjoint, work).separate_share();
       }
     }
@@ -109,10 +109,12 @@ struct Neurons {
       for (Index j = 0; j < w.n; ++j) {
         T lambda = T(0), left;
         for (Index k = 0; k < adjoint.rank; ++k) lambda += adjoint.signs[k] * adjoint.B(k, 0)[j] * adjoint.B(k, 0)[j];
-        if (adjoint.noise == nullptr) {
-          left = T(1) - lambda * layer.weight_var[j];
+        if (share != nullptr) {
+          left = share[j];
+        } else if (adjoint.noise != nullptr) {
+          left = adjoint.signs[0] * *adjoint.noise;
         } else {
-          left = adjoint.rank == 1 ? adjoint.signs[0] * *adjoint.noise : share[j];
+          left = T(1) - lambda * layer.weight_var[j];
         }
         const bool low = !(left >= kSmallestShare<T>);
         if (low) left = kSmallestShare<T>;

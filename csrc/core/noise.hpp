@@ -34,8 +34,9 @@ struct NoiseModel {
   T *values;   // n variances, or an n x n matrix
   T *scratch;  // as large
   bool matrix;
+  bool equal;  // all outputs have the same noise, because they share a factor that is not in units of it
 
-  static Index capacity(int kind, Index n) { return kind == KBT_NOISE_CONSTANT ? n * n : n; }
+  static Index capacity(int kind, Index n) { return kind == KBT_NOISE_MATRIX ? n * n : n; }
   static T floored(T x) { return x > T(kNoiseFloor) ? x : T(kNoiseFloor); }
 
   Index count() const { return matrix ? n * n : n; }
@@ -44,7 +45,7 @@ struct NoiseModel {
   bool count_allowed(Index given) const {
     if (kind == KBT_NOISE_MULTINOMIAL) return false;
     if (given == 1 || given == n) return true;
-    return given == n * n && kind == KBT_NOISE_CONSTANT;
+    return given == n * n && kind == KBT_NOISE_MATRIX;
   }
   bool is_matrix(Index given) const { return given == n * n && n > 1; }
 
@@ -55,7 +56,7 @@ struct NoiseModel {
     T largest = T(0);
     for (Index i = 0; i < (square ? n : size); ++i) {
       const T var = given[square ? i * n + i : i];
-      if (var < T(0)) return false;
+      if (var < T(0) || (equal && var != given[0])) return false;
       largest = var > largest ? var : largest;
     }
     if (!square) return true;
@@ -88,6 +89,13 @@ struct NoiseModel {
   Noise<T> of_call(const T *given, Index size) {
     if (given == nullptr) return {values, matrix};
     return {scratch, copy(given, size, scratch)};
+  }
+
+  // Noise in units of another, averaged over the outputs.
+  static T mean_ratio(const T *noise, const T *unit, Index n) {
+    T sum = T(0);
+    for (Index i = 0; i < n; ++i) sum += noise[i] / unit[i];
+    return sum / T(n);
   }
 
   // The noise of a call times a factor.

@@ -12,12 +12,12 @@ namespace kbt {
 
 // n neurons with m inputs and a bias. A group is a set of neurons whose weights are correlated: all of them (`full`),
 // or each alone (`neuron`). From eight neurons on, those of `neuron` are interleaved: a group is then eight neurons,
-// lane by lane in a LaneUD.
+// lane by lane in a LaneUD. `shared` has one group, of one neuron that stands for all of them.
 template <class T>
 struct Posterior {
   Index n, M1, stride;  // M1 = m + 1 inputs with the bias last; stride: n, padded to lanes from 8 neurons on
   Index z_stride;       // M1 padded to whole lanes: the distance between rows of the input
-  int structure;        // KBT_FULL, KBT_NEURON, KBT_DIAGONAL
+  int structure;        // KBT_FULL, KBT_NEURON, KBT_DIAGONAL, KBT_SHARED
   bool interleaved;
   T prior_var;
   T *mean;  // M1 x stride, neurons innermost
@@ -37,7 +37,7 @@ struct Posterior {
   }
 
   Index members() const { return structure == KBT_FULL ? n : 1; }  // neurons in a group
-  Index groups() const { return interleaved ? stride / kLanes : (structure == KBT_FULL ? 1 : n); }
+  Index groups() const { return interleaved ? stride / kLanes : matrices(); }
   Index M() const { return members() * M1; }  // weights in a group
   Index width() const { return interleaved ? kLanes : 1; }
   Index mean_count() const { return M1 * stride; }
@@ -58,7 +58,10 @@ struct Posterior {
   MatrixView<T> means() const { return matrix<T>(mean, M1, stride, stride); }
 
   // Entries of D and U by matrix, for code that reads or writes the state.
-  Index matrices() const { return structure == KBT_FULL ? 1 : n; }
+  Index matrices() const { return structure == KBT_FULL || structure == KBT_SHARED ? 1 : n; }
+  // Neurons whose variances can differ, and the distance between rows of them.
+  Index distinct() const { return structure == KBT_SHARED ? 1 : n; }
+  Index var_stride() const { return structure == KBT_SHARED ? 1 : stride; }
   T &D(Index matrix, Index p) const {
     if (structure == KBT_DIAGONAL) return d[p * stride + matrix];
     if (interleaved) return lanes(matrix / kLanes).d[p * kLanes + matrix % kLanes];
@@ -91,7 +94,7 @@ struct Posterior {
     return range;
   }
 
-  // f(neuron, D) for every entry of D; of `full`, the neuron is 0.
+  // f(neuron, D) for every entry of D; of `full` and `shared`, the neuron is 0.
   template <class F>
   void each_factor(F f) const {
     for (Index g = 0; g < matrices(); ++g) {

@@ -8,7 +8,7 @@ namespace kbt {
 // A watchful head of one linear layer: members.hpp.
 inline bool has_members(const kbt_config &cfg) {
   return cfg.drift < 0.0 && cfg.layers == 1 && cfg.output == KBT_GAUSSIAN && cfg.rule == KBT_FUSE &&
-         !(cfg.input_var > 0.0) && cfg.covariance != KBT_DIAGONAL;
+         cfg.noise != KBT_NOISE_MATRIX && !(cfg.input_var > 0.0) && cfg.covariance != KBT_DIAGONAL;
 }
 // Any other watchful head: bank.hpp.
 inline bool has_bank(const kbt_config &cfg) {
@@ -18,6 +18,36 @@ inline bool has_bank(const kbt_config &cfg) {
 // Whether the posterior of a filter is held in units of the noise, method.md §8. That of members always is.
 inline bool in_units_of_noise(const kbt_config &cfg) {
   return cfg.output == KBT_GAUSSIAN && (cfg.noise == KBT_NOISE_ADAPTIVE || cfg.drift < 0.0);
+}
+
+// One factor for all outputs, method.md §10: of one linear layer whose outputs see the same inputs with the same noise,
+// or with a noise each in whose units the factor is.
+inline bool can_share(const kbt_config &cfg) {
+  return cfg.layers == 1 && cfg.rule == KBT_FUSE && !(cfg.input_var > 0.0) && cfg.noise != KBT_NOISE_MATRIX &&
+         (cfg.output == KBT_GAUSSIAN || (cfg.noise == KBT_NOISE_MULTINOMIAL && cfg.softmax_order == 0));
+}
+inline int covariance_of(const kbt_config &cfg) {
+  if (cfg.covariance != KBT_COVARIANCE_AUTO) return cfg.covariance;
+  return can_share(cfg) && cfg.output == KBT_GAUSSIAN && cfg.widths[1] > 1 ? KBT_SHARED : KBT_NEURON;
+}
+// A shared factor of a gaussian head is the covariance over the noise of each output, (8.1), if that can differ.
+inline bool relative_factor(const kbt_config &cfg) {
+  return cfg.covariance == KBT_SHARED && in_units_of_noise(cfg);
+}
+
+// The moment softmax, method.md §11.
+inline bool moment_softmax(const kbt_config &cfg) {
+  return cfg.output == KBT_SOFTMAX && cfg.softmax_order == 0;
+}
+// It gives the covariance of the innovation, instead of adding that of the noise.
+inline bool matches_moments(const kbt_config &cfg) {
+  return moment_softmax(cfg) && cfg.noise == KBT_NOISE_MULTINOMIAL;
+}
+// Whether outputs are measured one by one, because nothing correlates them: apart.hpp.
+inline bool outputs_apart(const kbt_config &cfg) {
+  if (cfg.layers > 1 || cfg.rule != KBT_FUSE || cfg.input_var > 0.0) return false;
+  if (cfg.covariance == KBT_FULL && cfg.widths[1] > 1) return false;
+  return cfg.output == KBT_GAUSSIAN ? cfg.noise != KBT_NOISE_MATRIX : matches_moments(cfg);
 }
 
 // Variances of weights before any data, where none is given. In units of the noise, the last layer's is for inputs with

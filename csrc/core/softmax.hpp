@@ -89,17 +89,26 @@ T bernoulli_variance(const T *q, Index n, Index i) {
 constexpr double kMostExplained = 0.9;  // how much of the innovation's covariance the logits may claim
 
 // s of (11.4). With M = diag(kappa) S diag(kappa) and J <= diag(q), the largest eigenvalue of J M is at most the
-// largest of the sums over k of |M_ik| q_k. S has leading dimension ld; where the logits are known to be uncorrelated,
-// only its diagonal is read.
+// largest of the sums over k of |M_ik| q_k. S has leading dimension ld.
 template <class T>
-T moment_scale(const T *q, const T *kappa, const T *S, Index ld, Index n, bool correlated) {
+T joint_moment_scale(const T *q, const T *kappa, const T *S, Index ld, Index n) {
   T largest = T(kMostExplained);
   for (Index i = 0; i < n; ++i) {
     const T *row = S + i * ld;
     T sum = T(0);
-    for (Index k = correlated ? 0 : i; k < (correlated ? n : i + 1); ++k) sum += kappa[k] * q[k] * std::fabs(row[k]);
+    for (Index k = 0; k < n; ++k) sum += kappa[k] * q[k] * std::fabs(row[k]);
     sum *= kappa[i];
     largest = sum > largest ? sum : largest;
+  }
+  return largest / T(kMostExplained);
+}
+// The same for uncorrelated logits with these variances, or with one.
+template <class T>
+T moment_scale(const T *q, const T *kappa, const T *var, bool one, Index n) {
+  T largest = T(kMostExplained);
+  for (Index i = 0; i < n; ++i) {
+    const T share = kappa[i] * q[i] * std::fabs(var[one ? 0 : i]) * kappa[i];
+    largest = share > largest ? share : largest;
   }
   return largest / T(kMostExplained);
 }

@@ -21,7 +21,7 @@ struct LayerParts {
   Loops<T> loops;
   T *z;           // rows x z_stride, means of the inputs with the constant 1 last and zeros behind
   T *F;           // U^T z of every row, from the forward pass
-  T *weight_var;  // rows x rows x stride: z_a^T S_j z_b of every neuron, from the forward pass; not for groups of
+  T *weight_var;  // rows x rows x var_stride: z_a^T S_j z_b of every neuron, from the forward pass; not for groups of
                   // `full`
 
   const T *input(Index a) const { return z + a * w.z_stride; }
@@ -46,6 +46,14 @@ constexpr int kMostSets = 4;  // room for LaneUDs that are updated together; the
 struct WorkSizes {
   Index vector, inner, step, H, Q, B, O;
 
+  template <class T>
+  static WorkSizes of_rows_apart(const Posterior<T> &w) {
+    WorkSizes sizes{};
+    sizes.vector = 3 * w.stride;
+    sizes.inner = padded(w.M1);
+    sizes.step = w.interleaved ? LaneUD<T>::step_count(w.M1, kMostSets) : ColumnUD<T>::step_count(w.M());
+    return sizes;
+  }
   template <class T>
   static WorkSizes of(const Posterior<T> &w, Index rows, Index rank, bool fuse, bool separate) {
     const Index dimensions = rows * w.members(), width = w.width();

@@ -62,9 +62,15 @@ typedef enum kbt_status {
 
 enum { KBT_FLOAT32 = 0, KBT_FLOAT64 = 1 };                                                              /* dtype */
 enum { KBT_GAUSSIAN = 0, KBT_SOFTMAX = 1 };                                                             /* output */
-enum { KBT_FULL = 0, KBT_NEURON = 1, KBT_DIAGONAL = 2 };                                                /* covariance */
+enum { KBT_FULL = 0, KBT_NEURON = 1, KBT_DIAGONAL = 2, KBT_SHARED = 3, KBT_COVARIANCE_AUTO = -1 };      /* covariance */
 enum { KBT_FUSE = 0, KBT_REPLACE = 1 };                                                                 /* rule */
-enum { KBT_NOISE_CONSTANT = 0, KBT_NOISE_ADAPTIVE = 1, KBT_NOISE_MULTINOMIAL = 2, KBT_NOISE_FULL = 3 }; /* noise */
+enum {
+  KBT_NOISE_CONSTANT = 0,    /* one number, or one per output */
+  KBT_NOISE_ADAPTIVE = 1,    /* learned, one per output; gaussian only */
+  KBT_NOISE_MULTINOMIAL = 2, /* softmax only */
+  KBT_NOISE_FULL = 3,        /* a matrix is learned: gaussian, one layer, drift KBT_DRIFT_AUTO */
+  KBT_NOISE_MATRIX = 4       /* constant; may be a matrix over the outputs */
+}; /* noise */
 #define KBT_DRIFT_AUTO (-1.0) /* drift: several filters, weighed by what each of them predicted */
 
 /* Fill with kbt_config_default, then set what differs. */
@@ -74,10 +80,11 @@ typedef struct kbt_config {
   int32_t widths[KBT_MAX_LAYERS + 1]; /* d, n_1 .. n_{L-1}, d_o */
   int32_t max_rows;                   /* largest number of rows in one joint update */
   int32_t output;                     /* KBT_GAUSSIAN */
-  int32_t covariance;                 /* KBT_NEURON */
+  int32_t covariance;                 /* KBT_COVARIANCE_AUTO: SHARED where it is exact, which is one gaussian layer with
+                                         equal or learned noise, rule KBT_FUSE and certain inputs; else NEURON. SHARED:
+                                         one layer, one factor for all outputs */
   int32_t rule;                       /* KBT_FUSE; KBT_REPLACE is the paper's, rejected for softmax */
-  int32_t noise;                      /* KBT_NOISE_CONSTANT; ADAPTIVE: gaussian only; MULTINOMIAL: softmax only; FULL: a
-                                         matrix is learned, gaussian with drift KBT_DRIFT_AUTO and one layer */
+  int32_t noise;                      /* KBT_NOISE_CONSTANT */
   int32_t relu_order;                 /* 2..12: where the off-diagonal series of the ReLU stops */
   int32_t softmax_order;              /* 0: moment softmax, method.md (11.1); 1, 2: Taylor order of the mean */
   double prior_var[KBT_MAX_LAYERS];   /* variance of every weight of a layer before any data; a ratio to the noise where
@@ -182,8 +189,8 @@ KBT_API kbt_status kbt_init(const kbt_config *cfg, void *arena, size_t arena_byt
 KBT_API kbt_status kbt_set_prior(kbt_head *head, const void *weight, const void *bias, uint64_t seed);
 /* Prior from explicit means: one array n_i x (m_i + 1) per layer, bias in the last column. */
 KBT_API kbt_status kbt_set_means(kbt_head *head, const void *const *means);
-/* Observation noise R: count = 1 (scalar), d_o (variances) or d_o * d_o (symmetric matrix, row-major; of which a head
- * with members takes the variances). A prediction that waits for kbt_observe goes with it, unless it would overflow. */
+/* Observation noise R: count = 1 (scalar), d_o (variances) or, with KBT_NOISE_MATRIX, d_o * d_o (symmetric matrix,
+ * row-major). KBT_SHARED with constant noise takes equal variances. A prediction that waits for kbt_observe goes with it, unless it would overflow. */
 KBT_API kbt_status kbt_set_noise(kbt_head *head, const void *noise, int32_t count);
 
 /* h: rows x d. mean: rows x d_o. cov: (rows * d_o)^2 epistemic, or NULL. total_var: rows x d_o, the diagonal of cov
@@ -220,11 +227,12 @@ KBT_API kbt_status kbt_suppose_changed(kbt_head *head);
 KBT_API kbt_status kbt_reset(kbt_head *head);
 KBT_API uint64_t kbt_samples(const kbt_head *head);       /* updates learned since the prior was set */
 KBT_API int32_t kbt_predicted_rows(const kbt_head *head); /* rows that kbt_observe would learn; 0 = none */
-/* noise: d_o (variances) or, when a matrix was set, d_o * d_o; *count tells which. Room for d_o * d_o is required. */
+/* noise: d_o (variances) or, when a matrix was set or is learned, d_o * d_o, for which there must be room with
+ * KBT_NOISE_MATRIX and KBT_NOISE_FULL; *count tells which. */
 KBT_API kbt_status kbt_get_noise(const kbt_head *head, void *noise, int32_t *count);
 /* mean: n x (m + 1), bias last. */
 KBT_API kbt_status kbt_get_mean(const kbt_head *head, int32_t layer, void *mean);
-/* cov of the weights. full: (n (m+1))^2; neuron: n x (m+1)^2; diagonal: n x (m+1). */
+/* cov of the weights. full: (n (m+1))^2; neuron, shared: n x (m+1)^2; diagonal: n x (m+1). */
 KBT_API kbt_status kbt_get_cov(const kbt_head *head, int32_t layer, void *cov);
 
 /* The learned state as little-endian bytes, the same on every machine: header, configuration, means, factors, noise,
