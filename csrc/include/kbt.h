@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#if defined(KBT_SHARED) && defined(__GNUC__)
+#if defined(KBT_BUILD_LIBRARY) && defined(__GNUC__)
 #define KBT_API __attribute__((visibility("default")))
 #else
 #define KBT_API
