@@ -39,6 +39,7 @@ E_OWNER: int
 DTYPES: tuple[Dtype, ...]
 OUTPUTS: tuple[Output, ...]
 COVARIANCES: tuple[Covariance, ...]
+COVARIANCE_AUTO: int
 RULES: tuple[Rule, ...]
 NOISES: tuple[Noise, ...]
 FLIGHT_KINDS: tuple[str, ...]

@@ -100,7 +100,7 @@ class FlightLog:
         """A structured array: kind, rows, noise_count, status, samples, nis, h, y (or labels in its place), noise."""
         c = self._config
         rows, d, outputs = c.max_rows, c.widths[0], c.widths[-1]
-        noise = {"multinomial": 0, "adaptive": outputs, "constant": outputs * outputs}[NOISES[c.noise]]
+        noise = {"multinomial": 0, "matrix": outputs * outputs}.get(NOISES[c.noise], outputs)
         real = {"float32": "<f4", "float64": "<f8"}[DTYPES[c.dtype]]
         head = [(name, "<i4") for name in ("kind", "given", "rows", "noise_count", "status", "spare")]
         room = [("h", real, (rows, d)), ("y", real, (rows, outputs)), ("noise", real, (noise,))]

@@ -60,11 +60,14 @@ class Head:
                      watchful head, and where the noise is learned, it is a ratio to the noise variance. None follows
                      the scale of h in watchful heads; for one filter it suits h of order one
     noise_var        variance of the observation noise: a number, one per output, or a matrix; None: learn it
-    noise            "constant"; "adaptive" learns noise_var (gaussian); "full" learns a matrix, for outputs whose noise
-                     is correlated (watchful, one linear layer); "multinomial" has no variance (softmax).
-                     None: constant if noise_var is given, else adaptive starting at 1e-2, or multinomial
+    noise            "constant"; "matrix" is constant too, and takes a matrix; "adaptive" learns noise_var (gaussian);
+                     "full" learns a matrix, for outputs whose noise is correlated (watchful, one linear layer);
+                     "multinomial" has no variance (softmax). None: constant or matrix if noise_var is given, else
+                     adaptive starting at 1e-2, or multinomial
     output           "gaussian" for regression and control, "softmax" for classes and tokens
-    covariance       what is kept of the posterior: "full" per layer, "neuron" blocks, or "diagonal"
+    covariance       what is kept of the posterior: "full" per layer, one block for each "neuron", one block that all
+                     outputs of a single layer have "shared", or a "diagonal". "auto": "shared" where it is exact, which
+                     is one linear layer with learned noise or the same noise for all outputs; else "neuron"
     rule             "fuse" is a Kalman update; "replace" is the paper's rule, gaussian only
     forgetting       below 1: the weight of past samples decays by this factor per sample. For one filter; a watchful
                      head does not use it

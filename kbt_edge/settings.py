@@ -41,9 +41,9 @@ __all__ = [
 # For type checkers. The core has the names, in the order of its enums.
 Dtype = Literal["float32", "float64"]
 Output = Literal["gaussian", "softmax"]
-Covariance = Literal["full", "neuron", "diagonal"]
+Covariance = Literal["full", "neuron", "diagonal", "shared"]
 Rule = Literal["fuse", "replace"]
-Noise = Literal["constant", "adaptive", "multinomial", "full"]
+Noise = Literal["constant", "adaptive", "multinomial", "full", "matrix"]
 DTYPES: Final = _core.DTYPES
 OUTPUTS: Final = _core.OUTPUTS
 COVARIANCES: Final = _core.COVARIANCES
@@ -57,7 +57,7 @@ class HeadSettings(TypedDict, total=False):
     prior_var: float | Sequence[float] | None
     noise_var: npt.ArrayLike | None
     output: Output
-    covariance: Covariance
+    covariance: Covariance | Literal["auto"]
     rule: Rule
     noise: Noise | None
     forgetting: float
@@ -74,7 +74,7 @@ DEFAULTS: Final[HeadSettings] = {
     "prior_var": None,
     "noise_var": None,
     "output": "gaussian",
-    "covariance": "neuron",
+    "covariance": "auto",
     "rule": "fuse",
     "noise": None,
     "forgetting": 1.0,
@@ -117,11 +117,17 @@ def make_config(widths: list[int], settings: HeadSettings) -> tuple[_core.Config
     config.widths = widths
     config.dtype = DTYPES.index(checked_dtype(given["dtype"]).name)
     config.output = _choice("output", output, OUTPUTS)
-    config.covariance = _choice("covariance", given["covariance"], COVARIANCES)
+    covariance = given["covariance"]
+    config.covariance = _core.COVARIANCE_AUTO
+    if covariance != "auto":
+        config.covariance = _choice("covariance", covariance, COVARIANCES, or_else="auto")
     config.rule = _choice("rule", rule, RULES)
     if noise is None and given["noise_var"] is None:
         noise = "multinomial" if output == "softmax" else "adaptive" if rule == "fuse" else "constant"
-    config.noise = _choice("noise", noise or "constant", NOISES)
+    noise_var = _NOISE_VAR if given["noise_var"] is None else given["noise_var"]
+    if noise is None:
+        noise = "matrix" if np.ndim(noise_var) == 2 and output == "gaussian" else "constant"
+    config.noise = _choice("noise", noise, NOISES)
     config.relu_order = _int32("relu_order", given["relu_order"])
     config.softmax_order = _int32("softmax_order", given["softmax_order"])
     config.max_rows = _int32("max_rows", given["max_rows"])
@@ -135,11 +141,12 @@ def make_config(widths: list[int], settings: HeadSettings) -> tuple[_core.Config
     if isinstance(drift, str) and drift != "auto":
         raise RangeError(f"drift: expected 'auto' or a number >= 0, got {drift!r}")
     config.drift = _DRIFT_AUTO if drift == "auto" else abs(_number("drift", drift)) * (-2.0 if drift < 0 else 1.0)
-    noise_var = _NOISE_VAR if given["noise_var"] is None else given["noise_var"]
+    if drift == "auto" and noise == "matrix" and layers == 1:  # members know variances only
+        config.drift = 0.0
     _check(config, given)
     variances = noise_array("noise_var", noise_var, config)
-    if drift == "auto" and variances.ndim == 2 and layers == 1:  # members know variances only
-        config.drift = 0.0
+    if covariance == "auto" and noise == "constant" and config.drift >= 0 and (variances != variances[0]).any():
+        config.covariance = COVARIANCES.index("neuron")
     config.noise_var = float(variances.flat[0]) if variances.size == 1 else 0.0
     _check(config, given)
     return config, variances
@@ -167,16 +174,24 @@ def described(config: _core.Config) -> dict[str, Any]:
 
 
 def noise_array(name: str, value: npt.ArrayLike, config: _core.Config) -> Array:
-    """Noise for a head of this configuration: (1,) or (d_o,) variances, or a (d_o, d_o) matrix if it is constant."""
+    """Noise for a head of this configuration: (1,) or (d_o,) variances, or a (d_o, d_o) matrix."""
     n = config.widths[-1]
-    matrix_allowed = NOISES[config.noise] == "constant"
+    matrix_allowed = NOISES[config.noise] == "matrix"
     array = real_array(name, value, DTYPES[config.dtype])
     shapes: list[tuple[int, ...]] = [(), (1,), (n,)] + ([(n, n)] if matrix_allowed else [])
     if array.shape not in shapes:
+        if array.shape == (n, n) and NOISES[config.noise] == "constant":
+            raise ShapeError(f"{name}: a ({n}, {n}) matrix needs a head that was made with noise='matrix'")
         raise shape_error(name, f"a number, ({n},)" + (f" or ({n}, {n})" if matrix_allowed else ""), array)
     variances = np.diagonal(array) if array.ndim == 2 else np.atleast_1d(array)
     if (variances < 0).any():
         raise RangeError(f"{name}: expected variances >= 0, got {variances.min()}")
+    known = NOISES[config.noise] == "constant" and config.drift >= 0  # the factor is not in units of the noise
+    if known and config.covariance == _core.COVARIANCES.index("shared") and (variances != variances[0]).any():
+        raise RangeError(
+            f"{name}: expected the same variance for all outputs, which share a factor, got "
+            f"{variances.min()} to {variances.max()}; covariance='neuron' takes one per output"
+        )
     if array.ndim == 2:
         if not np.array_equal(array, array.T):
             raise RangeError(f"{name}: expected a symmetric matrix, got one that differs from its transpose")
@@ -204,6 +219,11 @@ def _check(config: _core.Config, given: HeadSettings) -> None:
         message = "rule: expected 'fuse' for a softmax, where 'replace' soon diverges, got 'replace'"
     elif field == "noise" and NOISES[config.noise] == "adaptive":
         message = f"noise: expected output 'gaussian' and rule 'fuse' for 'adaptive', got {output!r} and {rule!r}"
+    elif field == "covariance":
+        message = (
+            "covariance: expected one linear layer, rule 'fuse', input_var 0, no noise matrix and, for a softmax, "
+            "noise 'multinomial' and softmax_order 0 for 'shared', got another head; 'neuron' suits all heads"
+        )
     elif field == "noise" and NOISES[config.noise] == "full":
         message = "noise: expected one linear layer, output 'gaussian' and drift 'auto' for 'full', got another head"
     elif field == "noise":
@@ -223,9 +243,10 @@ def checked_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     return found
 
 
-def _choice(name: str, value: object, allowed: tuple[str, ...]) -> int:
+def _choice(name: str, value: object, allowed: tuple[str, ...], or_else: str | None = None) -> int:
     if value not in allowed:
-        raise RangeError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
+        names = (*allowed, or_else) if or_else else allowed
+        raise RangeError(f"{name}: expected one of {', '.join(map(repr, names))}, got {value!r}")
     return allowed.index(str(value))
 
 

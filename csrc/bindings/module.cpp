@@ -42,14 +42,15 @@ void export_constants(py::module_ &m) {
   };
   for (const auto &[name, status] : statuses) m.attr(name) = static_cast<int>(status);
 
-  static_assert(KBT_FLOAT64 == 1 && KBT_SOFTMAX == 1 && KBT_DIAGONAL == 2 && KBT_REPLACE == 1 && KBT_NOISE_FULL == 3 &&
+  static_assert(KBT_FLOAT64 == 1 && KBT_SOFTMAX == 1 && KBT_SHARED == 3 && KBT_REPLACE == 1 && KBT_NOISE_MATRIX == 4 &&
                     KBT_AS_BEFORE == 7 && KBT_RETURNED == 2 && KBT_NOISIER == 8 && KBT_FLIGHT_SET_NOISE == 4,
                 "the tuples below are in the order of the enums");
   m.attr("DTYPES") = py::make_tuple("float32", "float64");
+  m.attr("COVARIANCE_AUTO") = static_cast<int>(KBT_COVARIANCE_AUTO);
   m.attr("OUTPUTS") = py::make_tuple("gaussian", "softmax");
-  m.attr("COVARIANCES") = py::make_tuple("full", "neuron", "diagonal");
+  m.attr("COVARIANCES") = py::make_tuple("full", "neuron", "diagonal", "shared");
   m.attr("RULES") = py::make_tuple("fuse", "replace");
-  m.attr("NOISES") = py::make_tuple("constant", "adaptive", "multinomial", "full");
+  m.attr("NOISES") = py::make_tuple("constant", "adaptive", "multinomial", "full", "matrix");
   m.attr("MEMBERS") = py::make_tuple("still", "noisy", "drifts slowly", "drifts", "drifts fast", "offset drifts",
                                      "has changed", "as before");
   m.attr("CHANGES") = py::make_tuple("none", "changed", "returned");
