@@ -216,8 +216,13 @@ class Head:
         return self._core.config.widths[-1]
 
     @property
+    def means(self) -> tuple[Array, ...]:
+        """Copies of the posterior means, input side first, as ``from_means`` takes them."""
+        return tuple(self._core.mean(i) for i in range(self._core.config.layers))
+
+    @property
     def layers(self) -> tuple[Layer, ...]:
-        """Copies of the posterior means and covariances, input side first."""
+        """Copies of the posterior means and covariances, input side first. Covariances of wide layers are large."""
         return tuple(Layer(self._core.mean(i), self._core.cov(i)) for i in range(self._core.config.layers))
 
     @property

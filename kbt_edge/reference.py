@@ -501,7 +501,10 @@ class ReferenceHead:
         return Prediction(mean.reshape(shape), cov, total.reshape(shape))
 
     def update(self, h: npt.ArrayLike, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:
-        """Learns the target y of h; all rows form one joint update. ``noise_var`` replaces R for this sample."""
+        """Learns the target y of h. ``noise_var`` replaces R for this sample.
+
+        All rows form one joint update; where outputs are apart, rows are learned one after another (method.md §10).
+        """
         rows = self._rows(h)
         target = self._target(y, h)
         _require(noise_var is None or self.noise != "multinomial", "noise_var has no meaning for noise='multinomial'")
@@ -510,6 +513,9 @@ class ReferenceHead:
         forward = self._forward(rows)
         innovation, log_likelihood = self._measure(forward.linear[-1], target, R)
         nis = innovation.nis
+        one_by_one = self._apart and len(rows) > 1
+        if one_by_one and self.output == "softmax":
+            nis = sum(self._measure(self._forward(row).linear[-1], t, R)[0].nis for row, t in _pairs(rows, target))
         if self.gate is not None and nis > self.gate:
             return Update("gated", nis, log_likelihood)
 
@@ -518,16 +524,35 @@ class ReferenceHead:
             weight = HUBER * target.size / nis
             innovation, _ = self._measure(forward.linear[-1], target, R / weight)
 
-        for layer, gain in zip(self.layers, self._backward(forward, innovation.gain), strict=True):
-            layer.update(gain, innovation)
-            if self.backward == "diagonal":
-                self.clipped += layer.clip()
+        if one_by_one:
+            for row, t in _pairs(rows, target):
+                now = self._forward(row)
+                self._learn(now, self._measure(now.linear[-1], t, R / weight)[0])
+        else:
+            self._learn(forward, innovation)
         if self.noise == "adaptive" and noise_var is None:
             self._learn_noise(forward.linear[-1], target, weight)
         if self.forgetting < 1 or self.drift > 0:
             self._let_go(rows, forward)
         self.samples += 1
         return Update("ok", nis, log_likelihood)
+
+    @property
+    def _apart(self) -> bool:
+        """Whether nothing correlates the outputs of a row."""
+        if len(self.layers) > 1 or self.rule != "fuse" or self.input_var > 0:
+            return False
+        if self.layers[0].structure == "full" and self.d_o > 1:
+            return False
+        if self.output == "softmax":
+            return self.noise == "multinomial" and self.softmax_order == 0
+        return self.noise_var.ndim == 1
+
+    def _learn(self, forward: Forward, innovation: Innovation) -> None:
+        for layer, gain in zip(self.layers, self._backward(forward, innovation.gain), strict=True):
+            layer.update(gain, innovation)
+            if self.backward == "diagonal":
+                self.clipped += layer.clip()
 
     def _learn_noise(self, u: LinearMoments, y: Array, weight: float) -> None:
         """method.md (8.2), averaged over rows. What is in units of the noise goes with it."""
@@ -690,6 +715,11 @@ def prior_means(
 # ---------------------------------------------------------------------------------------------------------------------
 # Checks
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def _pairs(rows: Array, target: Array) -> list[tuple[Array, Array]]:
+    """Every row with its target, as batches of one."""
+    return [(rows[a : a + 1], target[a : a + 1]) for a in range(len(rows))]
 
 
 def _require(condition: bool, message: str) -> None:

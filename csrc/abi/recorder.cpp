@@ -248,7 +248,7 @@ size_t kbt_flight_bytes(const kbt_config *cfg, uint32_t samples) {
   kbt_flight flight{};
   kbt::Arena arena(nullptr);
   arena.take<kbt_flight>(1);
-  plan(*cfg, samples, arena, flight);
+  plan(kbt::canonical(*cfg), samples, arena, flight);
   return arena.overflow() ? 0 : arena.used();
 }
 

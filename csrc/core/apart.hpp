@@ -88,17 +88,29 @@ struct Apart {
     if (shared) *adjoint.B(0, 0) = *m.kappa * std::sqrt(curvature) * root;
   }
 
-  // Epistemic covariance of the probabilities of class i of row a and class k of row b, (11.5): J diag(v) J' in closed
-  // form, with v the covariances of the logits times their slopes. `sum` is that of p_aj p_bj v_j.
-  T label_cov_sum(Index a, Index b) const {
-    T sum = T(0);
-    for (Index j = 0; j < m.n; ++j) sum += m.p[a * m.n + j] * m.p[b * m.n + j] * slope_cov(a, b, j);
-    return sum;
-  }
-  T label_cov(Index a, Index i, Index b, Index k, T sum) const {
+  // Epistemic covariance of the probabilities of class i of row a and class k of row b, (11.5): J diag(x) J' with x the
+  // covariances of the logits times their slopes. The sum over the other classes leaves out the likeliest one, which
+  // would cancel the rest of it.
+  struct Others {
+    Index likeliest;
+    T sum;
+  };
+  Others others(Index a, Index b) const {
     const T *const pa = m.p + a * m.n, *const pb = m.p + b * m.n;
-    const T own = i == k ? slope_cov(a, b, i) : T(0);
-    return pa[i] * pb[k] * (own - slope_cov(a, b, k) * pa[k] - slope_cov(a, b, i) * pb[i] + sum);
+    Others found{0, T(0)};
+    for (Index j = 1; j < m.n; ++j) found.likeliest = pa[j] > pa[found.likeliest] ? j : found.likeliest;
+    for (Index j = 0; j < m.n; ++j) found.sum += j == found.likeliest ? T(0) : pa[j] * pb[j] * slope_cov(a, b, j);
+    return found;
+  }
+  T label_cov(Index a, Index i, Index b, Index k, const Others &rest) const {
+    const T *const pa = m.p + a * m.n, *const pb = m.p + b * m.n;
+    const auto both = [&](Index j) { return pa[j] * pb[j] * slope_cov(a, b, j); };
+    const Index top = rest.likeliest;
+    T sum = rest.sum - (i == top ? T(0) : both(i)) - (k == top || k == i ? T(0) : both(k));
+    if (i != top && k != top) sum += both(top);
+    const T not_i = not_class(pa, i), not_k = not_class(pb, k);
+    if (i == k) return pa[i] * pb[i] * (not_i * not_k * slope_cov(a, b, i) + (a == b && sum < T(0) ? T(0) : sum));
+    return pa[i] * pb[k] * (sum - not_i * pb[i] * slope_cov(a, b, i) - pa[k] * not_k * slope_cov(a, b, k));
   }
 
  private:
@@ -119,6 +131,7 @@ struct Apart {
     for (Index a = 0; a < c.rows; ++a) logs += log_positive(m.L[a * (c.rows + 1)]);
     logs += T(c.rows) * log_positive(root);
   }
+  T not_class(const T *p, Index i) const { return p[i] > T(0.5) ? complement(p, m.n, i) : T(1) - p[i]; }
   T slope_cov(Index a, Index b, Index j) const {
     const T s = std::sqrt(m.scale[a]) * std::sqrt(m.scale[b]);
     return m.kappa[a * m.n + j] * m.kappa[b * m.n + j] * variance(a, b, j) / s;

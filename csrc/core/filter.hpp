@@ -392,13 +392,14 @@ class Filter : public FilterParts<T> {
     for (Index a = 0; a < rows_; ++a) {
       for (Index b = 0; b < rows_; ++b) {
         T *const block = cov + a * n * K + b * n;
-        const T sum = softmax_output() ? seen.label_cov_sum(a, b) : T(0);
+        typename Apart<T>::Others rest{};
+        if (softmax_output()) rest = seen.others(a, b);
         for (Index i = 0; i < n; ++i) {
           if (!softmax_output()) {
             block[i * (K + 1)] += weight * (seen.unit(i) * seen.variance(a, b, i));
             continue;
           }
-          for (Index k = 0; k < n; ++k) block[i * K + k] += weight * seen.label_cov(a, i, b, k, sum);
+          for (Index k = 0; k < n; ++k) block[i * K + k] += weight * seen.label_cov(a, i, b, k, rest);
         }
       }
     }

@@ -240,12 +240,14 @@ class Head : public kbt_head {
   void read_cov(Index layer, T *cov) const {
     if (has_members()) return store_.read_cov(cfg.covariance == KBT_FULL, cov);
     const Posterior<T> &w = bank_.leading().weights(layer);
-    for (Index g = 0; g < w.matrices(); ++g) {
+    const bool shared = w.structure == KBT_SHARED;
+    for (Index g = 0; g < (shared ? w.n : w.matrices()); ++g) {
+      const T unit = relative_factor(cfg) ? bank_.leading().noise().values[g] : T(1);
       for (Index p = 0; p < w.M(); ++p) {
         if (w.structure == KBT_DIAGONAL) {
           *cov++ = w.D(g, p);
         } else {
-          for (Index q = 0; q < w.M(); ++q) *cov++ = w.covariance(g, p, q);
+          for (Index q = 0; q < w.M(); ++q) *cov++ = unit * w.covariance(shared ? 0 : g, p, q);
         }
       }
     }

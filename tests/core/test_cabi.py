@@ -196,7 +196,7 @@ def test_the_default_configuration_is_a_small_float32_head() -> None:
     cfg = config(4, 2)
     assert C.kbt_config_check(cfg, NULL) == C.KBT_OK
     assert (cfg.dtype, cfg.layers, cfg.max_rows, cfg.output) == (C.KBT_FLOAT32, 1, 1, C.KBT_GAUSSIAN)
-    assert (cfg.covariance, cfg.rule, cfg.noise) == (C.KBT_NEURON, C.KBT_FUSE, C.KBT_NOISE_CONSTANT)
+    assert (cfg.covariance, cfg.rule, cfg.noise) == (C.KBT_COVARIANCE_AUTO, C.KBT_FUSE, C.KBT_NOISE_CONSTANT)
     assert list(cfg.widths) == [4, 2] + [0] * 7
     C.kbt_config_default(NULL, 4, 2)  # nothing to fill, nothing happens
 
@@ -207,8 +207,8 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     *[("layers", x) for x in (-1, 0, 9)],
     *[("max_rows", x) for x in (-1, 0, 2**20 + 1)],
     *[(name, x) for name in ("output", "rule") for x in (-1, 2)],
-    *[(name, x) for name in ("covariance", "noise") for x in (-1, 3)],
-    *[("noise", x) for x in (2,)],
+    *[("covariance", x) for x in (-2, 4)],
+    *[("noise", x) for x in (-1, 2, 3, 5)],
     *[("relu_order", x) for x in (1, 13)],
     *[("softmax_order", x) for x in (-1, 3)],
     *[(name, x) for name in ("noise_var", "input_var", "gate") for x in (-1e-9, nan, inf)],
@@ -447,7 +447,7 @@ def test_an_indefinite_noise_matrix_is_rejected_although_each_pair_is_possible()
 @pytest.mark.parametrize("n", [2, 3, 6])
 def test_a_noise_matrix_may_miss_being_semidefinite_by_rounding_alone(n: int, scale: float, dtype: int) -> None:
     """By 16 n roundings of its largest variance: half of that is accepted, twice as much rejected."""
-    head = CHead(2, n, dtype=dtype)
+    head = CHead(2, n, dtype=dtype, noise=C.KBT_NOISE_MATRIX)
     rounding = 16 * n * np.finfo(head.dtype).eps
     for missing, wanted in ((0.5 * rounding, C.KBT_OK), (2.0 * rounding, C.KBT_E_NOISE)):
         R = (1 + missing) * np.ones((n, n)) - missing * np.eye(n)  # eigenvalues 1 + (n - 1)(1 + missing), -missing
@@ -465,7 +465,7 @@ def test_a_noise_matrix_may_miss_being_semidefinite_by_rounding_alone(n: int, sc
 @pytest.mark.parametrize("dtype", [0, 1])
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_a_noise_of_one_direction_is_accepted_however_it_was_rounded(n: int, dtype: int) -> None:
-    head, rng = CHead(2, n, dtype=dtype), np.random.default_rng(n)
+    head, rng = CHead(2, n, dtype=dtype, noise=C.KBT_NOISE_MATRIX), np.random.default_rng(n)
     for size in 10.0 ** rng.uniform(-6, 6, 200):
         v = head.array(size * rng.normal(size=n))
         R = np.outer(v, v)  # rounded to the head's own type
@@ -560,7 +560,7 @@ def test_blobs_are_judged_before_they_are_loaded(head: CHead) -> None:
         good[:10]: C.KBT_E_BLOB_SHORT,
         good[:-1]: C.KBT_E_BLOB_SHORT,
         b"nonsense" * 40: C.KBT_E_BLOB_FOREIGN,
-        good[:4] + b"\x03\0\0\0" + good[8:]: C.KBT_E_BLOB_VERSION,
+        good[:4] + b"\x04\0\0\0" + good[8:]: C.KBT_E_BLOB_VERSION,
         good[:-1] + bytes([good[-1] ^ 4]): C.KBT_E_BLOB_CRC,
         bytes(nan_mean): C.KBT_E_BLOB_CRC,
     }
@@ -781,7 +781,8 @@ def test_the_configuration_comes_back_canonical(head: CHead) -> None:
     assert found.max_rows == 2
 
 
-def test_noise_can_be_a_number_variances_or_a_matrix(head: CHead) -> None:
+def test_noise_can_be_a_number_variances_or_a_matrix() -> None:
+    head = CHead(3, 6, 2, noise=C.KBT_NOISE_MATRIX)
     count = ffi.new("int32_t *")
     for given, want in (([0.5], [0.5, 0.5]), ([0.5, 0.25], [0.5, 0.25]), ([1, 0.5, 0.5, 1], [1, 0.5, 0.5, 1])):
         R, got = head.array(given), np.zeros(4, np.float32)

@@ -69,17 +69,17 @@ def blocks(covariance: Array, d_o: int) -> Array:
 @pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize(
     ("covariance", "noise"),
-    [("neuron", "scalar"), ("neuron", "per output"), ("full", "scalar"), ("full", "per output"), ("full", "matrix")],
+    [("shared", "scalar"), ("neuron", "scalar"), ("neuron", "per output"), ("full", "scalar"), ("full", "per output"), ("full", "matrix")],
 )
 def test_a_single_layer_is_batch_regression_after_any_stream(covariance: str, noise: str, seed: int) -> None:
     weight, bias, prior_var, stream = random_stream(seed, noise)
-    head = kbt.Head(weight, bias, prior_var=prior_var, drift=0.0, noise_var=1, covariance=covariance, max_rows=3,
-                    dtype="float64")  # fmt: skip
+    head = kbt.Head(weight, bias, prior_var=prior_var, drift=0.0, noise="matrix" if noise == "matrix" else "constant",
+                    noise_var=1, covariance=covariance, max_rows=3, dtype="float64")  # fmt: skip
     for sample in stream:
         head.update(sample.h, sample.y, sample.R)
 
     mean, cov = joint_regression(weight, bias, prior_var, stream)
-    if covariance == "neuron":
+    if covariance != "full":
         cov = blocks(cov, head.d_o)
     (layer,) = head.layers
     np.testing.assert_allclose(layer.mean, mean, rtol=1e-8, atol=1e-8)
@@ -101,8 +101,8 @@ def test_regression_needs_no_noise_per_call(covariance: str) -> None:
 
 def test_the_prediction_of_a_single_layer_is_the_posterior_predictive() -> None:
     weight, bias, prior_var, stream = random_stream(5, "matrix")
-    head = kbt.Head(weight, bias, prior_var=prior_var, drift=0.0, noise_var=1, covariance="full", max_rows=3,
-                    dtype="float64")  # fmt: skip
+    head = kbt.Head(weight, bias, prior_var=prior_var, drift=0.0, noise="matrix", noise_var=1, covariance="full",
+                    max_rows=3, dtype="float64")  # fmt: skip
     for sample in stream:
         head.update(sample.h, sample.y, sample.R)
     mean, cov = joint_regression(weight, bias, prior_var, stream)

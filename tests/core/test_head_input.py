@@ -148,15 +148,29 @@ def test_observe_rejects_a_bad_y_and_keeps_the_prediction(value: Any, error: typ
 
 @table(BAD_NOISE)
 def test_update_and_observe_reject_a_bad_noise_var(value: Any, error: type[KbtError]) -> None:
-    head = make()
+    head = make(noise="matrix")
     rejected(error, "noise_var", lambda: head.update(H, Y, value), head)
     head.predict(H)
     rejected(error, "noise_var", lambda: head.observe(Y, value), head)
 
 
+@pytest.mark.parametrize("noise", ["adaptive", "constant"])
+def test_a_noise_matrix_needs_a_head_that_was_made_for_it(noise: Any) -> None:
+    head = make(noise=noise)
+    says = "expected .*got" if noise == "adaptive" else "noise='matrix'"
+    rejected(ShapeError, "noise_var", lambda: head.update(H, Y, np.eye(2)), head, says)
+
+
+def test_outputs_that_share_a_factor_reject_noises_of_their_own() -> None:
+    head = make(hidden=(), drift=0.0, prior_var=1.0)
+    assert head.config["covariance"] == "shared"
+    rejected(RangeError, "noise_var", lambda: head.update(H, Y, [0.1, 0.2]), head)
+    own = make(hidden=(), drift=0.0, prior_var=1.0, noise_var=(0.1, 0.2))
+    assert own.config["covariance"] == "neuron"
+    assert own.update(H, Y, [0.3, 0.2]).status == "ok"
+
+
 def test_an_adaptive_head_rejects_a_noise_matrix() -> None:
-    head = make(noise="adaptive")
-    rejected(ShapeError, "noise_var", lambda: head.update(H, Y, np.eye(2)), head)
     rejected(ShapeError, "noise_var", lambda: make(noise="adaptive", noise_var=np.eye(2)))
 
 
@@ -474,7 +488,7 @@ BAD_BLOBS: dict[str, tuple[Callable[[bytes], Any], type[KbtError]]] = {
     "truncated": (lambda good: good[:-1], BundleError),
     "trailing byte": (lambda good: good + b"\0", BundleError),
     "damaged": (lambda good: good[:-1] + bytes([good[-1] ^ 1]), BundleError),
-    "newer version": (lambda good: good[:4] + b"\3" + good[5:], BundleError),
+    "newer version": (lambda good: good[:4] + b"\4" + good[5:], BundleError),
 }
 
 

@@ -223,7 +223,7 @@ def test_a_rejected_call_changes_nothing(bad: float, samples: int) -> None:
 
 
 def test_a_state_of_version_1_is_one_still_filter() -> None:
-    head = taught(drift=0.0, noise_var=0.01)
+    head = taught(drift=0.0, noise_var=0.01, covariance="neuron")
     blob, end = head.to_bytes(), 24 + 18 * 4 + 12 * 8
     assert struct.unpack_from("<d", blob, end) == (0.0,)
     body = blob[24:end] + blob[end + 8 :]

@@ -98,6 +98,8 @@ def test_expectations_are_not_replaced_without_a_reason(tmp_path: Path) -> None:
 # ---- recording -------------------------------------------------------------------------------------------------------
 
 HEADS: dict[str, dict[str, Any]] = {
+    "shared": {"noise": "adaptive", "drift": 0.0},
+    "softmax, shared": {"output": "softmax", "covariance": "shared"},
     "neuron": {"hidden": (7,), "prior_var": (1e-3, 0.5), "noise_var": 1e-2},
     "full": {"covariance": "full", "noise_var": [[0.02, 0.01], [0.01, 0.03]]},
     "diagonal, adaptive": {"covariance": "diagonal", "noise": "adaptive", "forgetting": 0.98},
@@ -206,7 +208,7 @@ def test_labels_are_kept_as_they_came() -> None:
 
 
 def test_a_restored_state_begins_the_recording_anew() -> None:
-    head = kbt.Head(np.ones((2, D)), drift=0.0, noise_var=0.1, max_rows=2)
+    head = kbt.Head(np.ones((2, D)), drift=0.0, noise_var=0.1, covariance="neuron", max_rows=2)
     blob = head.to_bytes()
     head.record(10)
     feed(head, 30)
@@ -260,7 +262,7 @@ def test_a_difference_is_found_where_it_is() -> None:
 def test_calls_with_null_and_impossible_rows_are_recorded_and_rejected_again() -> None:
     cfg = ffi.new("kbt_config *")
     C.kbt_config_single(cfg, D, 2)
-    cfg.max_rows = 2
+    cfg.max_rows, cfg.covariance = 2, C.KBT_NEURON
     arena = Aligned(C.kbt_arena_bytes(cfg))
     slot, flight = ffi.new("kbt_head **"), ffi.new("kbt_flight **")
     assert C.kbt_init(cfg, arena.start, arena.size, slot) == C.KBT_OK

@@ -185,7 +185,7 @@ def test_what_follows_the_end_is_rejected(tail: bytes) -> None:
 
 def test_a_newer_format_says_so() -> None:
     blob = bytearray(make(SMALL).to_bytes())
-    blob[4:8] = (3).to_bytes(4, "little")
+    blob[4:8] = (4).to_bytes(4, "little")
     rejected(bytes(blob), match="newer")
 
 

@@ -136,12 +136,13 @@ def test_a_large_mean_or_offset_does_not_eat_the_digits() -> None:
     "noise", [4.0, np.array([4.0, 1e-6]), np.array([[4.0, 1e-3], [1e-3, 1e-6]]), [[4, 0.001], [0.001, 1e-6]]]
 )
 def test_the_noise_of_one_sample_is_given_in_squared_units(noise: Any) -> None:
-    model = make_model()
     R = np.asarray(noise)
+    kind = "matrix" if R.ndim == 2 else "constant"
+    model = make_model(head=make_head(noise=kind))
     S = model.predict(X).cov + (R if R.ndim == 2 else np.diag(np.broadcast_to(R, 2)))
     e = Y - model.predict(X).mean
     assert model.observe(Y, noise).nis == pytest.approx(e @ np.linalg.solve(S, e), rel=1e-5)
-    before = make_model()
+    before = make_model(head=make_head(noise=kind))
     assert before.update(X, Y, noise_var=noise).nis == pytest.approx(e @ np.linalg.solve(S, e), rel=1e-5)
 
 
@@ -295,7 +296,7 @@ def test_a_number_is_a_target_for_one_output(make: Callable[..., Model], dtype: 
 )
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_rejected_target_changes_nothing(y: Any, noise: Any, error: Any, message: str, dtype: str) -> None:
-    model, undisturbed = (make_model(head=make_head(dtype=dtype)) for _ in range(2))
+    model, undisturbed = (make_model(head=make_head(dtype=dtype, noise="matrix")) for _ in range(2))
     model.predict(X)
     before = model.head.to_bytes()
     for call in (lambda: model.observe(y, noise), lambda: model.update(X + 1, y, noise)):
