@@ -85,6 +85,10 @@ class Search:
         defaults: Mapping[str, Any] = DEFAULTS
         self._kept = {name: self._config[name] for name in _KEPT if self._config[name] != defaults[name]}
         self._noise = _noise(head)
+        kept = {name: value for name, value in {**self._noise, **self._kept}.items() if name != "covariance"}
+        usual = Head.from_means(self._means, drift=self._config["drift"], max_memory=self._max_memory, **kept)
+        if self._config["covariance"] == usual.config["covariance"]:
+            self._kept.pop("covariance", None)
         basic = {name: value for name, value in self._kept.items() if name in _BASIC}
         self.default = {**_shape(() if self._readout else self._hidden), **basic}
         self._scores: dict[bytes, Scored] = {}
@@ -164,7 +168,7 @@ class Search:
 
     def _noises(self) -> list[Settings]:
         """Learned noise, and the constant one that the head has. The core rejects what does not go together."""
-        constant = [self._noise] if self._config["noise"] == "constant" else []
+        constant = [self._noise] if self._config["noise"] in ("constant", "matrix") else []
         if constant and self._config["rule"] == "replace":
             return constant
         several = self._config["output"] == "gaussian" and self._config["widths"][-1] > 1
@@ -216,7 +220,7 @@ def _noise(head: Head) -> Settings:
     noise = np.diagonal(head.noise_var) if kind == "full" else head.noise_var
     same = noise.ndim == 1 and bool((noise == noise[0]).all())
     value = float(noise[0]) if same else noise.tolist()
-    if kind == "constant":
+    if kind in ("constant", "matrix"):
         return {"noise_var": value}
     return _learned(kind, None if same and math.isclose(noise[0], _NOISE_START, rel_tol=1e-6) else value)
 

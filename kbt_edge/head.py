@@ -143,15 +143,15 @@ class Head:
     # ---- the verbs ---------------------------------------------------------------------------------------------------
 
     def predict(self, h: npt.ArrayLike) -> Prediction:
-        """Mean and covariance of the output at ``h``, (d,) or (rows, d)."""
-        result = self._core.predict(h)
-        if type(result) is Prediction:  # faster than isinstance
-            return result
+        """Mean and variances of the output at ``h``, (d,) or (rows, d); its covariance if it is asked for."""
+        core = self._core
+        result = core.predict(h)
         if result is None:  # not a plain array of the head's own dtype
             h = plain_array("h", h)
-            result = self._core.predict(rows_of_h(h, self._core.config))
-            if type(result) is Prediction:
-                return result
+            result = core.predict(rows_of_h(h, core.config))
+        if type(result) is Prediction:  # faster than isinstance
+            result._origin = core, core, core.ticket
+            return result
         self._rejected(result, {"h": h})
 
     def update(self, h: npt.ArrayLike, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:

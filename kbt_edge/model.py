@@ -118,7 +118,7 @@ class Model:
     # ---- the verbs ---------------------------------------------------------------------------------------------------
 
     def predict(self, *x: Inputs) -> Prediction:
-        """Mean and covariance of the output at ``x``, in physical units.
+        """Mean and variances of the output at ``x``, in physical units.
 
         One array per input of the trunk, or a dict by name. The mean is (d_o,), or (rows, d_o) if the trunk has several
         rows; see ``Prediction`` for the rest.
@@ -126,6 +126,7 @@ class Model:
         if len(x) == 1:
             result = self._policy.predict(x[0])
             if type(result) is Prediction:
+                result._origin = self._policy, self._head.core, self._head.core.ticket
                 return result
             if result is not None:
                 self._rejected(result, x)
@@ -134,6 +135,7 @@ class Model:
         result = self._policy.predict_rows()
         if not isinstance(result, Prediction):
             self._rejected(result, values)
+        result._origin = self._policy, self._head.core, self._head.core.ticket
         return result
 
     def observe(self, y: npt.ArrayLike, noise_var: npt.ArrayLike | None = None) -> Update:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
 
 import numpy as np
 
+from kbt_edge import _core
 from kbt_edge._arrays import Array
+from kbt_edge.errors import RangeError
+
+if TYPE_CHECKING:
+    from kbt_edge._core import Core, Policy
 
 __all__ = ["Change", "Counters", "Health", "Layer", "Prediction", "Update", "Verdict"]
 
@@ -17,21 +22,51 @@ Verdict = Literal[
 ]  # fmt: skip
 
 
-@final
-class Prediction(NamedTuple):
-    """The predicted output and its uncertainty."""
-
+class _Moments(NamedTuple):
     mean: Array
     """(d_o,) or (rows, d_o)"""
-    cov: Array
-    """Epistemic covariance, jointly over all rows and outputs: (rows * d_o, rows * d_o)."""
+    var: Array
+    """Epistemic variance, shaped like ``mean``."""
     total_var: Array
     """Variance of a new observation: epistemic plus noise, shaped like ``mean``."""
 
+
+@final
+class Prediction(_Moments):
+    """The predicted output and its uncertainty."""
+
+    _origin: tuple[Core | Policy, Core, int] | None = None  # who computes the covariance; the head, and its ticket
+    _cov: Array | None = None
+
     @property
-    def var(self) -> Array:
-        """Epistemic variance, shaped like ``mean``."""
-        return np.diagonal(self.cov).reshape(self.mean.shape)
+    def cov(self) -> Array:
+        """Epistemic covariance, jointly over all rows and outputs: (rows * d_o, rows * d_o).
+
+        It is computed when it is first asked for, which must be before the head predicts or learns again.
+        """
+        if self._cov is None:
+            if self.mean.size == 1:
+                self._cov = self.var.reshape(1, 1)
+            else:
+                self._cov = self._computed()
+        return self._cov
+
+    def _computed(self) -> Array:
+        found: Array | int = _core.E_ORDER
+        if self._origin is not None:
+            source, core, ticket = self._origin
+            if core.ticket == ticket:
+                found = source.predicted_cov()
+        if isinstance(found, int):
+            raise RangeError(
+                "cov: expected to be read before the head predicts or learns again, got a prediction that is no longer "
+                "the latest; var and total_var stay, and a copy of cov that was read before does",
+                found,
+            )
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _prediction, (*self, self._cov)
 
     @property
     def std(self) -> Array:
@@ -48,6 +83,13 @@ class Prediction(NamedTuple):
             return f"Prediction(mean of shape {self.mean.shape}, std up to {self.std.max():.3g})"
         pairs = zip(self.mean.flat, self.std.flat, self.total_std.flat, strict=True)
         return "Prediction(" + ", ".join(f"{m:.4g} ± {s:.2g} (total {t:.2g})" for m, s, t in pairs) + ")"
+
+
+def _prediction(mean: Array, var: Array, total_var: Array, cov: Array | None) -> Prediction:
+    """A copy, which has the covariance only if it was read before."""
+    copy = Prediction(mean, var, total_var)
+    copy._cov = cov
+    return copy
 
 
 @final

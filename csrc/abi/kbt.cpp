@@ -267,11 +267,23 @@ kbt_status kbt_predict(kbt_head *head, const void *h, int32_t rows, void *mean, 
     if (!all_finite(input, rows * self.inputs())) return reject(head, KBT_E_NONFINITE);
     const kbt_status status = self.forward(input, rows);
     if (status == KBT_OK) {
-      self.read_prediction(static_cast<T *>(mean), static_cast<T *>(cov), static_cast<T *>(total_var));
+      self.read_prediction(static_cast<T *>(mean), static_cast<T *>(total_var));
+      if (cov != nullptr) self.read_cov(static_cast<T *>(cov));
       return status;
     }
     self.take_back();
     return reject(head, status);
+  });
+}
+
+kbt_status kbt_predicted(kbt_head *head, void *var, void *cov) {
+  if (head == nullptr) return KBT_E_NULL;
+  if (head->predicted_rows == 0) return reject(head, KBT_E_ORDER);
+  return as_head(head, [&](auto &self) {
+    using T = ElementOf<decltype(self)>;
+    if (var != nullptr) self.read_var(static_cast<T *>(var));
+    if (cov != nullptr) self.read_cov(static_cast<T *>(cov));
+    return KBT_OK;
   });
 }
 

@@ -108,6 +108,16 @@ kbt_status kbt_policy_predict_rows(kbt_policy *p, double *mean, double *cov, dou
   return KBT_OK;
 }
 
+kbt_status kbt_policy_predicted(kbt_policy *p, double *var, double *cov) {
+  const size_t n = count_of(p);
+  if (p->latest != NULL && *p->latest != p) return KBT_E_OWNER;
+  const kbt_status status = kbt_predicted(p->head, var, cov);
+  if (status != KBT_OK) return status;
+  if (var != NULL) scale_squares(p, var, n, n);
+  if (cov != NULL) scale_squares(p, cov, n * n, n);
+  return KBT_OK;
+}
+
 void kbt_policy_target(const kbt_policy *p, const double *y, void *u) {
   for (size_t i = 0; i < count_of(p); ++i) {
     const size_t k = i % (size_t)p->outputs;

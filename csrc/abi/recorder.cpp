@@ -1,4 +1,5 @@
 // recorder.cpp - the flight recorder: records calls and writes them as a log that replays to the same bits.
+#include "config.hpp"
 #include "flight_log.hpp"
 
 using kbt::as_head;

@@ -58,7 +58,6 @@ class Loop {
   void make_room(py::ssize_t count) {  // doubles, which floats may use as well
     mean_.resize(static_cast<std::size_t>(count));
     total_var_.resize(static_cast<std::size_t>(count));
-    cov_.resize(static_cast<std::size_t>(count * count));
   }
   static int learned(kbt_status status) { return status == KBT_GATED ? KBT_OK : status; }
 
@@ -69,7 +68,7 @@ class Loop {
   }
   static int policy_predict(void *self, const void *) {
     auto *loop = static_cast<Loop *>(self);
-    return kbt_policy_predict_rows(loop->policy_->get(), loop->mean_.data(), loop->cov_.data(),
+    return kbt_policy_predict_rows(loop->policy_->get(), loop->mean_.data(), nullptr,
                                    loop->total_var_.data());
   }
   static int policy_observe(void *self, const void *y) {
@@ -79,8 +78,7 @@ class Loop {
   }
   static int core_predict(void *self, const void *h) {
     auto *loop = static_cast<Loop *>(self);
-    return kbt_predict(loop->core_->unguarded(), h, loop->rows_, loop->mean_.data(), loop->cov_.data(),
-                       loop->total_var_.data());
+    return kbt_predict(loop->core_->unguarded(), h, loop->rows_, loop->mean_.data(), nullptr, loop->total_var_.data());
   }
   static int core_observe(void *self, const void *y) {
     const auto *loop = static_cast<Loop *>(self);
@@ -95,7 +93,7 @@ class Loop {
   int32_t rows_ = 0;
   bool labels_ = false;
   py::array x_, y_;
-  std::vector<double> mean_, total_var_, cov_;
+  std::vector<double> mean_, total_var_;
   bench::Samples samples_{};
   bench::Step step_;
 };

@@ -61,17 +61,27 @@ py::object Core::predict(const py::object &h) {
   py::ssize_t rows = 0;
   const void *input = plain(h, d_, &rows);
   if (input == nullptr) return py::none();
-  const py::ssize_t count = rows < 0 ? 1 : rows, K = count * outputs_;
+  const py::ssize_t count = rows < 0 ? 1 : rows;
   if (count < 1 || count > cfg_.max_rows) return py::int_(static_cast<int>(KBT_E_ROWS));
-  py::array mean = new_array(dtype_, rows, outputs_), cov = new_array(dtype_, K, K);
+  py::array mean = new_array(dtype_, rows, outputs_), var = new_array(dtype_, rows, outputs_);
   py::array total_var = new_array(dtype_, rows, outputs_);
-  void *const to[] = {mean.mutable_data(), cov.mutable_data(), total_var.mutable_data()};
-  const kbt_status status =
-      work([&] { return kbt_predict(head_, input, static_cast<int32_t>(count), to[0], to[1], to[2]); });
+  void *const to[] = {mean.mutable_data(), var.mutable_data(), total_var.mutable_data()};
+  const kbt_status status = work([&] {
+    const kbt_status found = kbt_predict(head_, input, static_cast<int32_t>(count), to[0], nullptr, to[2]);
+    return found == KBT_OK ? kbt_predicted(head_, to[1], nullptr) : found;
+  });
   if (status != KBT_OK) return py::int_(static_cast<int>(status));
   one_row_ = rows < 0;
   latest_ = nullptr;
-  return record(results().prediction, std::move(mean), std::move(cov), std::move(total_var));
+  return record(results().prediction, std::move(mean), std::move(var), std::move(total_var));
+}
+
+py::object Core::predicted_cov() {
+  const py::ssize_t K = static_cast<py::ssize_t>(kbt_predicted_rows(head())) * outputs_;
+  py::array cov = new_array(dtype_, K, K);
+  const kbt_status status = kbt_predicted(head(), nullptr, cov.mutable_data());
+  if (status != KBT_OK) return py::int_(static_cast<int>(status));
+  return std::move(cov);
 }
 
 py::object Core::learn(const py::object &h, const py::object &y, const py::object &noise) {
@@ -362,6 +372,7 @@ void bind_head(py::module_ &m) {
       .def("noise", &Core::noise)
       .def("mean", &Core::mean)
       .def("cov", &Core::cov)
+      .def("predicted_cov", &Core::predicted_cov)
       .def("counters", &Core::counters)
       .def("health", &Core::health)
       .def("belief", &Core::belief)

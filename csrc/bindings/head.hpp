@@ -43,6 +43,7 @@ class Core {
   py::array noise() const;
   py::array mean(int layer) const;
   py::array cov(int layer) const;
+  py::object predicted_cov();  // of the latest prediction, or the status with which it was rejected
   py::tuple counters() const;
   py::tuple health() const;
   py::tuple belief() const;

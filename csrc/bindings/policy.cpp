@@ -89,14 +89,24 @@ py::object Policy::predict(const py::object &x) {
 
 py::object Policy::predict_rows() {
   core_.head();
-  py::array mean = new_array(double_, lead(), core_.outputs()), cov = new_array(double_, count_, count_);
+  py::array mean = new_array(double_, lead(), core_.outputs()), var = new_array(double_, lead(), core_.outputs());
   py::array total_var = new_array(double_, lead(), core_.outputs());
-  auto *m = static_cast<double *>(mean.mutable_data()), *c = static_cast<double *>(cov.mutable_data());
+  auto *m = static_cast<double *>(mean.mutable_data()), *v = static_cast<double *>(var.mutable_data());
   auto *t = static_cast<double *>(total_var.mutable_data());
-  const kbt_status status = core_.work([&] { return kbt_policy_predict_rows(&policy_, m, c, t); });
+  const kbt_status status = core_.work([&] {
+    const kbt_status found = kbt_policy_predict_rows(&policy_, m, nullptr, t);
+    return found == KBT_OK ? kbt_policy_predicted(&policy_, v, nullptr) : found;
+  });
   if (status != KBT_OK) return rejection(status);
   core_.set_one_row(policy_.rows == 1);
-  return record(results().prediction, std::move(mean), std::move(cov), std::move(total_var));
+  return record(results().prediction, std::move(mean), std::move(var), std::move(total_var));
+}
+
+py::object Policy::predicted_cov() {
+  core_.head();
+  py::array cov = new_array(double_, count_, count_);
+  const kbt_status status = kbt_policy_predicted(&policy_, nullptr, static_cast<double *>(cov.mutable_data()));
+  return status == KBT_OK ? py::object(std::move(cov)) : rejection(status);
 }
 
 py::object Policy::learn(const py::object &at_rows, const py::object &y, const py::object &noise) {
@@ -191,6 +201,7 @@ void bind_policy(py::module_ &m) {
   py::class_<Policy> policy(m, "Policy");
   fast<Policy, &Policy::predict, 1>(policy, "predict");
   fast<Policy, &Policy::predict_rows, 0>(policy, "predict_rows");
+  policy.def("predicted_cov", &Policy::predicted_cov);
   fast<Policy, &Policy::learn, 3>(policy, "learn");
   policy
       .def(py::init([](Core &core, std::uintptr_t trunk,

@@ -28,6 +28,7 @@ class Policy {
   py::object predict(const py::object &x);
   // The rows in h.
   py::object predict_rows();
+  py::object predicted_cov();  // of the latest prediction, or the status with which it was rejected
   // At the rows in h, or (at_rows False) at the latest prediction. y: a number for a single output, doubles, or int32
   // labels. noise: None, or 1, d_o or d_o * d_o doubles.
   py::object learn(const py::object &at_rows, const py::object &y, const py::object &noise);

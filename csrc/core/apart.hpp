@@ -72,7 +72,7 @@ struct Apart {
     m.log_likelihood = m.log_probability(y);
   }
 
-  // (11.3) of a prediction of one row.
+  // (11.3) of a prediction of one row. A shared factor takes the mean of the steps of all classes, (10.2).
   void label_row(const T *y, const Adjoint<T> &adjoint) const {
     const T s = *m.scale, root = T(1) / std::sqrt(s);
     T curvature = T(0);
@@ -80,12 +80,12 @@ struct Apart {
       adjoint.r(0)[i] = m.kappa[i] * (y[i] - m.mean[i]) / s;
       const T own = bernoulli_variance(m.p, m.n, i);
       if (shared) {
-        curvature += m.p[i] * own;
+        curvature += own;
       } else {
         adjoint.B(0, 0)[i] = m.kappa[i] * std::sqrt(own) * root;
       }
     }
-    if (shared) *adjoint.B(0, 0) = *m.kappa * std::sqrt(curvature) * root;
+    if (shared) *adjoint.B(0, 0) = *m.kappa * std::sqrt(curvature / T(m.n)) * root;
   }
 
   // Epistemic covariance of the probabilities of class i of row a and class k of row b, (11.5): J diag(x) J' with x the

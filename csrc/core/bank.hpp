@@ -114,17 +114,27 @@ class Bank {
     return status == KBT_OK && several() ? mix() : status;
   }
 
-  void read_prediction(T *mean, T *cov, T *total_var) {
+  void read_prediction(T *mean, T *total_var) {
     const Index K = rows_ * outputs();
-    if (cov != nullptr) fill(cov, T(0), K * K);
-    if (!several()) {
-      filters_[0].read_prediction(mean, total_var);
-      if (cov != nullptr) filters_[0].add_cov(T(1), cov);
-      return;
-    }
+    if (!several()) return filters_[0].read_prediction(mean, total_var);
     for (Index i = 0; i < K; ++i) mean[i] = mean_[i];
     if (total_var != nullptr) array(total_var, K) = array(total_, K);
-    for (Index k = 0; cov != nullptr && k < kMost; ++k) {  // (9.2)
+  }
+  void read_var(T *var) {
+    const Index K = rows_ * outputs();
+    fill(var, T(0), K);
+    if (!several()) return filters_[0].add_var(T(1), var);
+    for (Index k = 0; k < kMost; ++k) {
+      const T *const own = means_ + k * K;
+      filters_[k].add_var(weights_[k], var);
+      for (Index i = 0; i < K; ++i) var[i] += weights_[k] * ((own[i] - mean_[i]) * (own[i] - mean_[i]));
+    }
+  }
+  void read_cov(T *cov) {
+    const Index K = rows_ * outputs();
+    fill(cov, T(0), K * K);
+    if (!several()) return filters_[0].add_cov(T(1), cov);
+    for (Index k = 0; k < kMost; ++k) {  // (9.2)
       const T *const own = means_ + k * K;
       filters_[k].add_cov(weights_[k], cov);
       for (Index i = 0; i < K; ++i) {

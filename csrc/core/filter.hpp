@@ -167,6 +167,24 @@ class Filter : public FilterParts<T> {
       for (Index k = 0; known(i) && k < K; ++k) cov[i * K + k] += known(k) ? weight * dense[i * K + k] : T(0);
     }
   }
+  // The same of its diagonal alone.
+  void add_var(T weight, T *var) {
+    const Index n = outputs(), K = rows_ * n;
+    const bool labels = apart() && softmax_output();
+    const T *const dense = apart() ? nullptr : dense_cov();
+    const Cov<T> own = cov_out(0, rows_);
+    const Apart<T> seen = outputs_at(own);
+    for (Index a = 0; a < rows_; ++a) {
+      typename Apart<T>::Others rest{};
+      if (labels) rest = seen.others(a, a);
+      for (Index i = 0; i < n; ++i) {
+        const T x = labels             ? seen.label_cov(a, i, a, i, rest)
+                    : dense == nullptr ? seen.unit(i) * seen.variance(a, a, i)
+                                       : dense[(a * n + i) * (K + 1)];
+        var[a * n + i] += weight * (x > T(0) ? x : T(0));
+      }
+    }
+  }
   // ---- update ------------------------------------------------------------------------------------------------------
 
   // Judges y (rows x d_o) at the rows of the latest forward pass, and prepares the step. Changes scratch only: every

@@ -199,10 +199,18 @@ class Head : public kbt_head {
     forward(nullptr, rows_before_);
   }
 
-  // Results of the latest forward pass. cov and total_var may be null.
-  void read_prediction(T *mean, T *cov, T *total_var) {
-    if (has_members()) return members_.read_prediction(store_, mean, cov, total_var);
-    bank_.read_prediction(mean, cov, total_var);
+  // Results of the latest forward pass. total_var may be null.
+  void read_prediction(T *mean, T *total_var) {
+    if (has_members()) return members_.read_prediction(mean, total_var);
+    bank_.read_prediction(mean, total_var);
+  }
+  void read_var(T *var) {  // epistemic
+    if (has_members()) return members_.read_var(store_, var);
+    bank_.read_var(var);
+  }
+  void read_cov(T *cov) {
+    if (has_members()) return members_.read_cov(store_, cov);
+    bank_.read_cov(cov);
   }
 
   // ---- update ------------------------------------------------------------------------------------------------------

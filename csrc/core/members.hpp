@@ -22,6 +22,7 @@ class Members {
   // Scratch of one prediction. The learned numbers are in the store.
   void plan(Arena &arena, const Store &store, Index rows) {
     const Index M = store.M, O = store.O;
+    outputs_ = O;
     z_stride_ = padded(M);
     z_ = arena.take<T>(rows * z_stride_);
     other_z_ = arena.take<T>(rows * z_stride_);
@@ -60,12 +61,27 @@ class Members {
     return KBT_OK;
   }
 
-  // Mean, epistemic covariance and total variance of the mixture, (9.2); cov and total_var may be null.
-  void read_prediction(const Store &s, T *mean, T *cov, T *total_var) const {
-    const Index O = s.O, count = rows_ * O;
+  // Mean and total variance of the mixture, (9.2); total_var may be null.
+  void read_prediction(T *mean, T *total_var) const {
+    const Index count = rows_ * outputs_;
     for (Index i = 0; i < count; ++i) mean[i] = mean_[i];
     for (Index i = 0; total_var != nullptr && i < count; ++i) total_var[i] = total_[i];
-    for (Index i = 0; cov != nullptr && i < count; ++i) {
+  }
+  // Its epistemic variances.
+  void read_var(const Store &s, T *var) const {
+    for (Index i = 0; i < rows_ * s.O; ++i) {
+      const Index o = i % s.O, a = i / s.O;
+      var[i] = T(0);
+      for (Index l = 0; l < L; ++l) {
+        const T apart = means_[i * L + l] - mean_[i];
+        var[i] += weights_[l] * (s.noise(o, o, l) * c_[a * L + l] + apart * apart);
+      }
+    }
+  }
+  // Its epistemic covariance.
+  void read_cov(const Store &s, T *cov) const {
+    const Index O = s.O, count = rows_ * O;
+    for (Index i = 0; i < count; ++i) {
       for (Index k = 0; k <= i; ++k) {
         const Index a = i / O, b = k / O;
         alignas(32) T shared[L];
@@ -273,7 +289,7 @@ class Members {
   }
 
   Loops<T> loops_;
-  Index rows_, z_stride_;
+  Index rows_, z_stride_, outputs_;
   T *z_, *other_z_;     // rows x z_stride: (1, h), of the latest forward pass and the one before
   T *F_, *c_;           // rows x M x 8: U^T z; rows x 8: z^T P z
   T *means_, *error_;   // rows x O x 8; O x 8

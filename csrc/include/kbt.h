@@ -196,6 +196,9 @@ KBT_API kbt_status kbt_set_noise(kbt_head *head, const void *noise, int32_t coun
 /* h: rows x d. mean: rows x d_o. cov: (rows * d_o)^2 epistemic, or NULL. total_var: rows x d_o, the diagonal of cov
  * plus the noise of an observation, or NULL. */
 KBT_API kbt_status kbt_predict(kbt_head *head, const void *h, int32_t rows, void *mean, void *cov, void *total_var);
+/* More of the latest prediction, which must still wait to be observed (else KBT_E_ORDER). var: rows x d_o, the diagonal
+ * of cov. cov as above. Either may be NULL. */
+KBT_API kbt_status kbt_predicted(kbt_head *head, void *var, void *cov);
 
 /* Learn targets y (rows x d_o; one-hot or probabilities for softmax) at h (rows x d). `noise` overrides R for this call
  * (count as in kbt_set_noise; NULL, 0 to use the head's own). `result` may be NULL. */

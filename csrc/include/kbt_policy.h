@@ -62,6 +62,8 @@ KBT_API kbt_status kbt_policy_predict(kbt_policy *policy, const void *const *x, 
                                       double *total_var);
 /* The same at the rows in h. */
 KBT_API kbt_status kbt_policy_predict_rows(kbt_policy *policy, double *mean, double *cov, double *total_var);
+/* More of the latest prediction, as kbt_predicted gives it. KBT_E_OWNER if another policy made it. */
+KBT_API kbt_status kbt_policy_predicted(kbt_policy *policy, double *var, double *cov);
 
 /* Learn the target y (rows x d_o) of the latest prediction, once. noise overrides R for this call: 1, d_o or d_o * d_o
  * numbers in squared units of y, or NULL, 0. `result` may be NULL. KBT_E_OWNER: the latest prediction of the head was

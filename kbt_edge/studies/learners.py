@@ -83,7 +83,7 @@ class Kbt:
     def moments(self, states: Array) -> Moments:
         """Forces at states (N, 4) with their variances."""
         seen = [self.head.predict(h) for h in hidden(self.network, states).astype(np.float32)]
-        columns = np.array([(p.mean[0], p.cov[0, 0], p.total_var[0]) for p in seen], np.float64).T
+        columns = np.array([(p.mean[0], p.var[0], p.total_var[0]) for p in seen], np.float64).T
         return Moments(FORCE_SCALE * columns[0], FORCE_SCALE**2 * columns[1], FORCE_SCALE**2 * columns[2])
 
 
@@ -132,7 +132,7 @@ class Paper:
     def moments(self, states: Array) -> Moments:
         """Forces at states (N, 4) with their variances: slow."""
         seen = [self.head.predict(h) for h in hidden(self.network, states)]
-        columns = np.array([(p.mean[0], p.cov[0, 0], p.total_var[0]) for p in seen]).T
+        columns = np.array([(p.mean[0], p.var[0], p.total_var[0]) for p in seen]).T
         return Moments(FORCE_SCALE * columns[0], FORCE_SCALE**2 * columns[1], FORCE_SCALE**2 * columns[2])
 
 

@@ -60,7 +60,7 @@ def variance(row: str, sigma: float, settings: Settings) -> Result:
     total, epistemic = np.empty(len(states)), np.empty(len(states))
     for i, (h, y) in enumerate(zip(*scaled(network, states, forces), strict=True)):
         p = head.predict(h)
-        total[i], epistemic[i] = p.total_var[0], p.cov[0, 0]
+        total[i], epistemic[i] = p.total_var[0], p.var[0]
         head.observe(y)
     scale = cartpole.FORCE_SCALE**2
     at = np.arange(WINDOW, len(states) + 1, max(1, len(states) // 350))
