@@ -33,6 +33,7 @@ __all__ = [
     "NumericsError",
     "Prediction",
     "RangeError",
+    "Readout",
     "Sequences",
     "ShapeError",
     "Trunk",
@@ -45,11 +46,13 @@ __all__ = [
 if TYPE_CHECKING:
     from kbt_edge.codegen.generated import load_generated
     from kbt_edge.model import Model
+    from kbt_edge.readout import Readout
     from kbt_edge.sequence import Sequences
     from kbt_edge.trunk import Trunk
 else:
     _LAZY = {
         "Model": "kbt_edge.model",
+        "Readout": "kbt_edge.readout",
         "Sequences": "kbt_edge.sequence",
         "Trunk": "kbt_edge.trunk",
         "load_generated": "kbt_edge.codegen.generated",

@@ -90,7 +90,9 @@ kbt_status replaced(kbt_head *head, kbt_status status) {
 
 template <class T>
 std::size_t planned_bytes(const kbt_config &cfg) {
-  if (Head<T>::largest_array(kbt::canonical(cfg)) * sizeof(T) > static_cast<double>(std::numeric_limits<Index>::max()) / 4) return 0;
+  if (Head<T>::largest_array(kbt::canonical(cfg)) * sizeof(T) >
+      static_cast<double>(std::numeric_limits<Index>::max()) / 4)
+    return 0;
   Head<T> plan;
   kbt::Arena arena(nullptr);
   arena.take<Head<T>>(1);

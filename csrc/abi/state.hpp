@@ -17,7 +17,7 @@
 namespace kbt {
 
 constexpr std::uint32_t kStateMagic = 0x5354424BU;  // "KBTS"
-constexpr std::uint32_t kStateVersion = 3;          // 1: without drift, one filter; 2: any constant noise may be a matrix
+constexpr std::uint32_t kStateVersion = 3;  // 1: without drift, one filter; 2: any constant noise may be a matrix
 constexpr std::size_t kHeaderBytes = 24;
 
 // CRC-32 of `count` bytes that follow others with the CRC `crc`.
@@ -277,7 +277,8 @@ inline double state_bytes(const kbt_config &cfg, double noise_count, std::uint32
 
 template <class T>
 std::size_t state_size(const Head<T> &head) {
-  return static_cast<std::size_t>(state_bytes(head.cfg, static_cast<double>(head.noise().count()), version_of(head.cfg)));
+  return static_cast<std::size_t>(
+      state_bytes(head.cfg, static_cast<double>(head.noise().count()), version_of(head.cfg)));
 }
 
 // Takes the numbers of a layer from `in`. False if they cannot be a posterior. Factors can be finite and their product

@@ -68,8 +68,7 @@ class Loop {
   }
   static int policy_predict(void *self, const void *) {
     auto *loop = static_cast<Loop *>(self);
-    return kbt_policy_predict_rows(loop->policy_->get(), loop->mean_.data(), nullptr,
-                                   loop->total_var_.data());
+    return kbt_policy_predict_rows(loop->policy_->get(), loop->mean_.data(), nullptr, loop->total_var_.data());
   }
   static int policy_observe(void *self, const void *y) {
     kbt_result result{};

@@ -106,6 +106,7 @@ void fast(py::class_<Class> &type, const char *name) {
 // One function per bound subject, each called once by module.cpp.
 void bind_head(py::module_ &m);
 void bind_policy(py::module_ &m);
+void bind_readout(py::module_ &m);
 void bind_bench(py::module_ &m);
 
 }  // namespace kbt::python

@@ -83,5 +83,6 @@ PYBIND11_MODULE(_core, m) {
   });
   kbt::python::bind_head(m);
   kbt::python::bind_policy(m);
+  kbt::python::bind_readout(m);
   kbt::python::bind_bench(m);
 }

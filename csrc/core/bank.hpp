@@ -359,8 +359,8 @@ class Bank {
   Filter<T> filters_[kMost];
   Weights evidence_;
   T *ages_, *first_noise_, *first_means_;
-  T *means_, *totals_;       // kMost x rank: of each filter
-  T *mean_, *total_;         // of the mixture
+  T *means_, *totals_;  // kMost x rank: of each filter
+  T *mean_, *total_;    // of the mixture
   T weights_[kMost], log_density_[Weights::kAll];
 };
 

@@ -17,7 +17,8 @@ class Filter : public FilterParts<T> {
       Parts::learns_noise;
   using Parts::mean_noise, Parts::noise_known, Parts::prior_of, Parts::robust, Parts::scales_with_noise,
       Parts::softmax_output;
-  using Parts::measurement_, Parts::nis_, Parts::noise_, Parts::noise_given_, Parts::other_cov_, Parts::other_z_, Parts::relu_;
+  using Parts::measurement_, Parts::nis_, Parts::noise_, Parts::noise_given_, Parts::other_cov_, Parts::other_z_,
+      Parts::relu_;
   using Parts::rows_, Parts::series_, Parts::u_, Parts::variances_, Parts::weight_, Parts::work_;
 
  public:
@@ -375,8 +376,9 @@ class Filter : public FilterParts<T> {
     Layer<T> layer = layers_[0];
     const Cov<T> cov = cov_out(0, 1);
     const T one = T(1), *const mean = measurement_.mean;
-    const Adjoint<T> adjoint{adjoint_[0], &one, measurement_.innovation, nullptr, softmax_output() ? nullptr : measurement_.share,
-                             1, 1, layer.w.stride};
+    const Adjoint<T> adjoint{
+        adjoint_[0], &one, measurement_.innovation, nullptr, softmax_output() ? nullptr : measurement_.share,
+        1,           1,    layer.w.stride};
     int floored = 0;
     for (Index a = 0; a < rows; ++a) {
       if (rows > 1) forward_row(a, layer, cov);

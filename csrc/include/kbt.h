@@ -60,17 +60,17 @@ typedef enum kbt_status {
   KBT_E_OWNER = 21         /* kbt_policy.h: the latest prediction was not made by this policy */
 } kbt_status;
 
-enum { KBT_FLOAT32 = 0, KBT_FLOAT64 = 1 };                                                              /* dtype */
-enum { KBT_GAUSSIAN = 0, KBT_SOFTMAX = 1 };                                                             /* output */
-enum { KBT_FULL = 0, KBT_NEURON = 1, KBT_DIAGONAL = 2, KBT_SHARED = 3, KBT_COVARIANCE_AUTO = -1 };      /* covariance */
-enum { KBT_FUSE = 0, KBT_REPLACE = 1 };                                                                 /* rule */
+enum { KBT_FLOAT32 = 0, KBT_FLOAT64 = 1 };                                                         /* dtype */
+enum { KBT_GAUSSIAN = 0, KBT_SOFTMAX = 1 };                                                        /* output */
+enum { KBT_FULL = 0, KBT_NEURON = 1, KBT_DIAGONAL = 2, KBT_SHARED = 3, KBT_COVARIANCE_AUTO = -1 }; /* covariance */
+enum { KBT_FUSE = 0, KBT_REPLACE = 1 };                                                            /* rule */
 enum {
-  KBT_NOISE_CONSTANT = 0,    /* one number, or one per output */
-  KBT_NOISE_ADAPTIVE = 1,    /* learned, one per output; gaussian only */
-  KBT_NOISE_MULTINOMIAL = 2, /* softmax only */
-  KBT_NOISE_FULL = 3,        /* a matrix is learned: gaussian, one layer, drift KBT_DRIFT_AUTO */
-  KBT_NOISE_MATRIX = 4       /* constant; may be a matrix over the outputs */
-}; /* noise */
+  KBT_NOISE_CONSTANT = 0,     /* one number, or one per output */
+  KBT_NOISE_ADAPTIVE = 1,     /* learned, one per output; gaussian only */
+  KBT_NOISE_MULTINOMIAL = 2,  /* softmax only */
+  KBT_NOISE_FULL = 3,         /* a matrix is learned: gaussian, one layer, drift KBT_DRIFT_AUTO */
+  KBT_NOISE_MATRIX = 4        /* constant; may be a matrix over the outputs */
+};                            /* noise */
 #define KBT_DRIFT_AUTO (-1.0) /* drift: several filters, weighed by what each of them predicted */
 
 /* Fill with kbt_config_default, then set what differs. */
@@ -190,7 +190,8 @@ KBT_API kbt_status kbt_set_prior(kbt_head *head, const void *weight, const void 
 /* Prior from explicit means: one array n_i x (m_i + 1) per layer, bias in the last column. */
 KBT_API kbt_status kbt_set_means(kbt_head *head, const void *const *means);
 /* Observation noise R: count = 1 (scalar), d_o (variances) or, with KBT_NOISE_MATRIX, d_o * d_o (symmetric matrix,
- * row-major). KBT_SHARED with constant noise takes equal variances. A prediction that waits for kbt_observe goes with it, unless it would overflow. */
+ * row-major). KBT_SHARED with constant noise takes equal variances. A prediction that waits for kbt_observe goes with
+ * it, unless it would overflow. */
 KBT_API kbt_status kbt_set_noise(kbt_head *head, const void *noise, int32_t count);
 
 /* h: rows x d. mean: rows x d_o. cov: (rows * d_o)^2 epistemic, or NULL. total_var: rows x d_o, the diagonal of cov

@@ -69,7 +69,14 @@ def blocks(covariance: Array, d_o: int) -> Array:
 @pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize(
     ("covariance", "noise"),
-    [("shared", "scalar"), ("neuron", "scalar"), ("neuron", "per output"), ("full", "scalar"), ("full", "per output"), ("full", "matrix")],
+    [
+        ("shared", "scalar"),
+        ("neuron", "scalar"),
+        ("neuron", "per output"),
+        ("full", "scalar"),
+        ("full", "per output"),
+        ("full", "matrix"),
+    ],
 )
 def test_a_single_layer_is_batch_regression_after_any_stream(covariance: str, noise: str, seed: int) -> None:
     weight, bias, prior_var, stream = random_stream(seed, noise)

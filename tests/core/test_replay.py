@@ -371,7 +371,7 @@ def sealed(data: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def small() -> bytes:
-    head = kbt.Head(np.ones((2, D)), drift=0.0, noise_var=0.1, max_rows=2)
+    head = kbt.Head(np.ones((2, D)), drift=0.0, noise_var=0.1, covariance="neuron", max_rows=2)
     head.record(6)
     feed(head, 8)
     return head.flight_log()

@@ -79,8 +79,8 @@ def test_the_innovation_and_the_likelihood_are_those_of_physical_units() -> None
     for step in range(5):
         y = Y + 3 * step * UNIT
         p, R = model.predict(X + step), np.diag(model.noise_var)
-        u = model.observe(y)
         S, e = p.cov + R, y - p.mean
+        u = model.observe(y)
         nis = e @ np.linalg.solve(S, e)
         assert u.nis == pytest.approx(nis, rel=1e-6)
         log_density = -0.5 * (nis + np.linalg.slogdet(S)[1] + 2 * math.log(2 * math.pi))
