@@ -20,6 +20,7 @@ from kbt_edge.settings import (
     COVARIANCES,
     DEFAULTS,
     NOISES,
+    OUTPUTS,
     HeadSettings,
     checked_dtype,
     described,
@@ -398,14 +399,8 @@ class Head:
     def _make(self, widths: list[int], settings: HeadSettings, max_memory: int) -> None:
         config, noise = make_config(widths, settings)
         most = integer("max_memory", max_memory, 0, 1 << 62)
-        if config.arena_bytes() > most:
-            raise RangeError(
-                f"hidden, max_rows: expected a head of at most max_memory = {_bytes_in_words(most)}, got one of "
-                f"{_bytes_in_words(config.arena_bytes())} (widths {' → '.join(map(str, widths))}, "
-                f"max_rows {config.max_rows}, covariance {COVARIANCES[config.covariance]!r}); "
-                "use smaller hidden layers, covariance='diagonal' or a larger max_memory",
-                _core.E_SIZE,
-            )
+        if not 0 < config.arena_bytes() <= most:
+            raise RangeError(_too_large(config, settings.get("covariance", DEFAULTS["covariance"]), most), _core.E_SIZE)
         self._core = _new_core(config, RangeError)
         if NOISES[config.noise] != "multinomial":
             self._must(self._core.set_noise(noise))
@@ -435,6 +430,30 @@ def _new_core(config: _core.Config, error: type[KbtError]) -> _core.Core:
     except MemoryError:
         size, shape = _bytes_in_words(config.arena_bytes()), f"widths {config.widths}, max_rows {config.max_rows}"
         raise error(f"hidden, max_rows: no memory for a head of {size} ({shape})", _core.E_SIZE) from None
+
+
+def _too_large(config: _core.Config, covariance: str, most: int) -> str:
+    """What the head would take, and which structures would fit."""
+    given, fits = config.covariance, []
+    needed = config.arena_bytes()
+    for i, name in enumerate(COVARIANCES):
+        config.covariance = i
+        if not config.check()[0] and 0 < config.arena_bytes() <= most:
+            fits.append(f"covariance={name!r} takes {_bytes_in_words(config.arena_bytes())}")
+    config.covariance = given
+    drift, config.drift = config.drift, 0.0
+    if drift < 0 and not config.check()[0] and 0 < config.arena_bytes() <= most:
+        fits.append(f"drift=0.0 takes {_bytes_in_words(config.arena_bytes())}")
+    config.drift = drift
+    if OUTPUTS[config.output] == "softmax" and config.layers == 1:
+        fits.append("kbt_edge.Readout is for thousands of classes")
+    size = f"one of {_bytes_in_words(needed)}" if needed else "one beyond the address space"
+    return (
+        f"weight, hidden, max_rows: expected a head of at most max_memory = {_bytes_in_words(most)}, got {size} "
+        f"({config.widths[-1]} outputs x width {config.widths[-2]}, widths {' → '.join(map(str, config.widths))}, "
+        f"max_rows {config.max_rows}, covariance {covariance!r}); "
+        f"{'; '.join(fits) or 'no structure fits: use smaller hidden layers'}; or use a larger max_memory"
+    )
 
 
 def _bytes_in_words(count: int) -> str:

@@ -13,16 +13,17 @@ template <class T>
 class Filter : public FilterParts<T> {
   using Parts = FilterParts<T>;
   using Parts::adapts_, Parts::adjoint_, Parts::cfg_, Parts::cov_, Parts::kind_, Parts::layers_, Parts::log_likelihood_;
-  using Parts::apart, Parts::dense_output, Parts::fuse, Parts::has_other_cov, Parts::has_own_noise, Parts::input_cov,
-      Parts::learns_noise;
-  using Parts::mean_noise, Parts::noise_known, Parts::prior_of, Parts::robust, Parts::scales_with_noise,
-      Parts::softmax_output;
+  using Parts::apart, Parts::cov_out, Parts::dense_output, Parts::fuse, Parts::has_other_cov, Parts::has_own_noise,
+      Parts::input_cov, Parts::learns_noise;
+  using Parts::judge_noise, Parts::mean_noise, Parts::noise_known, Parts::output_var, Parts::prior_of, Parts::robust,
+      Parts::scales_with_noise, Parts::softmax_output;
   using Parts::measurement_, Parts::nis_, Parts::noise_, Parts::noise_given_, Parts::other_cov_, Parts::other_z_,
       Parts::relu_;
-  using Parts::rows_, Parts::series_, Parts::u_, Parts::variances_, Parts::weight_, Parts::work_;
+  using Parts::rows_, Parts::scale_with_noise, Parts::take_noise, Parts::series_, Parts::u_, Parts::variances_,
+      Parts::weight_, Parts::work_;
 
  public:
-  using Parts::inputs, Parts::layers, Parts::outputs;
+  using Parts::inputs, Parts::layers, Parts::noise_in_range, Parts::outputs;
 
   void start() {
     for (Index i = 0; i < layers(); ++i) layers_[i].loops.choose();
@@ -80,21 +81,6 @@ class Filter : public FilterParts<T> {
     }
   }
 
-  // Whether a prior in units of this noise, and with it D, stays in the range of T. A bank widens that of the last
-  // layer by at most the number of its inputs.
-  bool noise_in_range(const T *values, Index count) const {
-    if (!in_units_of_noise(*cfg_)) return true;
-    T widest = T(1);
-    for (Index i = 0; i < layers(); ++i) {
-      const T prior = layers_[i].w.prior_var * static_cast<T>(i == layers() - 1 ? kind_.last : kind_.hidden);
-      widest = prior > widest ? prior : widest;
-    }
-    const bool square = noise_.is_matrix(count);
-    for (Index i = 0; i < (square ? outputs() : count); ++i) {
-      if (!(values[square ? i * (outputs() + 1) : i] < kLargest<T> / (widest * T(inputs() + 1)))) return false;
-    }
-    return true;
-  }
   // A posterior in units of the noise goes with it.
   void set_noise(const T *values, Index count) {
     const bool scales = scales_with_noise() && !noise_.matrix;
@@ -258,10 +244,6 @@ class Filter : public FilterParts<T> {
     for (Index k = 0; k < K * K; ++k) other_cov_[k] = out.data[k];
     for (Index k = 0; !fuse() && k < K; ++k) other_cov_[k * K + k] += T(kNoiseFloor);
   }
-  Cov<T> cov_out(Index i, Index rows) const {
-    const Posterior<T> &w = layers_[i].w;
-    return {cov_[i % 2], dense_output(i), rows, w.distinct(), w.var_stride()};
-  }
   static void keep_variances(const Cov<T> &out, T *variances) {
     for (Index a = 0; a < out.rows; ++a, variances += out.stride) {
       if (out.dense) {
@@ -281,11 +263,6 @@ class Filter : public FilterParts<T> {
     return true;
   }
 
-  T output_var(Index a, Index o) const {
-    const Posterior<T> &w = layers_[layers() - 1].w;
-    if (w.structure != KBT_SHARED) return variances_[layers() - 1][a * w.stride + o];
-    return (relative_factor(*cfg_) ? noise_.variance(o) : T(1)) * variances_[0][a];
-  }
   const T *output_cov() const { return cov_[(layers() - 1) % 2]; }
   // Of the observation; in the measurement's scratch, if a softmax is between.
   const T *dense_cov() {
@@ -425,39 +402,6 @@ class Filter : public FilterParts<T> {
     }
   }
 
-  // (8.2): v e^2 / (1 + c) with c the variance of output i in units of its noise, averaged over rows.
-  T squared_noise(const T *y, Index i) const {
-    const Index n = outputs();
-    const T R = noise_.values[i];
-    T sum = T(0);
-    for (Index a = 0; a < rows_; ++a) {
-      const T e = y[a * n + i] - measurement_.mean[a * n + i], var = output_var(a, i);
-      sum += weight_ * (e / (R + (var > T(0) ? var : T(0))) * e) * R;
-    }
-    return sum / T(rows_);
-  }
-  // Where the noise of an output grows by a ratio, D does.
-  // What the outputs share goes with the mean of their noises, as its prior does. The mean of their ratios would not
-  // do: where the noises fluctuate one by one it is above 1, and D would grow without end.
-  void scale_with_noise(const T *before, const T *after) {
-    T old_sum = T(0), new_sum = T(0);
-    for (Index i = 0; i < outputs(); ++i) old_sum += before[i], new_sum += after[i];
-    const T mean = new_sum / old_sum;
-    for (Index i = 0; i < layers(); ++i) {
-      const bool own = has_own_noise(i);
-      layers_[i].w.each_factor([&](Index j, T &D) { D *= own ? after[j] / before[j] : mean; });
-    }
-  }
-  kbt_status judge_noise(const T *y, const T *given, std::uint64_t age) {
-    adapts_ = learns_noise() && given == nullptr;
-    if (!adapts_) return KBT_OK;
-    const bool adapted = noise_.adapt(age, [&](Index i) { return squared_noise(y, i); });
-    return adapted && noise_in_range(noise_.scratch, outputs()) ? KBT_OK : KBT_E_RANGE;
-  }
-  void take_noise() {
-    if (scales_with_noise()) scale_with_noise(noise_.values, noise_.scratch);
-    noise_.take_adapted();
-  }
   // (5.7), and (9.3) with a walk that moves outputs at the latest input. Neither raises D above the prior.
   void let_go(Index i) {
     const T forgetting = has_bank(*cfg_) ? T(1) : static_cast<T>(cfg_->forgetting);

@@ -61,6 +61,21 @@ class FilterParts {
   const NoiseModel<T> &noise() const { return noise_; }
   NoiseModel<T> &noise() { return noise_; }
   const T *input(Index row) const { return layers_[0].input(row); }  // h of the latest forward pass
+  // Whether a prior in units of this noise, and with it D, stays in the range of T. A bank widens that of the last
+  // layer by at most the number of its inputs.
+  bool noise_in_range(const T *values, Index count) const {
+    if (!in_units_of_noise(*cfg_)) return true;
+    T widest = T(1);
+    for (Index i = 0; i < layers(); ++i) {
+      const T prior = layers_[i].w.prior_var * static_cast<T>(i == layers() - 1 ? kind_.last : kind_.hidden);
+      widest = prior > widest ? prior : widest;
+    }
+    const bool square = noise_.is_matrix(count);
+    for (Index i = 0; i < (square ? outputs() : count); ++i) {
+      if (!(values[square ? i * (outputs() + 1) : i] < kLargest<T> / (widest * T(inputs() + 1)))) return false;
+    }
+    return true;
+  }
 
  protected:
   Cov<T> input_cov(T *data, Index rows) const {
@@ -104,6 +119,53 @@ class FilterParts {
     const T prior = layers_[layer].w.prior_var * static_cast<T>(layer == layers() - 1 ? kind_.last : kind_.hidden);
     if (!scales_with_noise()) return prior;
     return prior * (has_own_noise(layer) ? noise_.variance(j) : mean_noise());
+  }
+
+  Cov<T> cov_out(Index i, Index rows) const {
+    const Posterior<T> &w = layers_[i].w;
+    return {cov_[i % 2], dense_output(i), rows, w.distinct(), w.var_stride()};
+  }
+  T output_var(Index a, Index o) const {
+    const Posterior<T> &w = layers_[layers() - 1].w;
+    if (w.structure != KBT_SHARED) return variances_[layers() - 1][a * w.stride + o];
+    return (relative_factor(*cfg_) ? noise_.variance(o) : T(1)) * variances_[0][a];
+  }
+
+  // ---- noise that is learned
+  // ------------------------------------------------------------------------------------------
+
+  // (8.2): v e^2 / (1 + c) with c the variance of output i in units of its noise, averaged over rows.
+  T squared_noise(const T *y, Index i) const {
+    const Index n = outputs();
+    const T R = noise_.values[i];
+    T sum = T(0);
+    for (Index a = 0; a < rows_; ++a) {
+      const T e = y[a * n + i] - measurement_.mean[a * n + i], var = output_var(a, i);
+      sum += weight_ * (e / (R + (var > T(0) ? var : T(0))) * e) * R;
+    }
+    return sum / T(rows_);
+  }
+  // Where the noise of an output grows by a ratio, D does.
+  // What the outputs share goes with the mean of their noises, as its prior does. The mean of their ratios would not
+  // do: where the noises fluctuate one by one it is above 1, and D would grow without end.
+  void scale_with_noise(const T *before, const T *after) {
+    T old_sum = T(0), new_sum = T(0);
+    for (Index i = 0; i < outputs(); ++i) old_sum += before[i], new_sum += after[i];
+    const T mean = new_sum / old_sum;
+    for (Index i = 0; i < layers(); ++i) {
+      const bool own = has_own_noise(i);
+      layers_[i].w.each_factor([&](Index j, T &D) { D *= own ? after[j] / before[j] : mean; });
+    }
+  }
+  kbt_status judge_noise(const T *y, const T *given, std::uint64_t age) {
+    adapts_ = learns_noise() && given == nullptr;
+    if (!adapts_) return KBT_OK;
+    const bool adapted = noise_.adapt(age, [&](Index i) { return squared_noise(y, i); });
+    return adapted && noise_in_range(noise_.scratch, outputs()) ? KBT_OK : KBT_E_RANGE;
+  }
+  void take_noise() {
+    if (scales_with_noise()) scale_with_noise(noise_.values, noise_.scratch);
+    noise_.take_adapted();
   }
 
   const kbt_config *cfg_;

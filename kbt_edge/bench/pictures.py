@@ -17,7 +17,7 @@ from kbt_edge.bench.tables import COLUMNS, LOOPS, STAGES
 __all__ = ["Trace", "draw"]
 
 PACED: Final = {"release_jitter": "late release (jitter)", "service": "the step itself", "response": "response"}
-COLOURS: Final = {"full": "tab:red", "neuron": "tab:blue", "diagonal": "tab:green"}
+COLOURS: Final = {"full": "tab:red", "neuron": "tab:blue", "diagonal": "tab:green", "shared": "tab:purple"}
 _POINTS: Final = 4000  # of a trace; more are not visible in a plot
 
 

@@ -71,6 +71,8 @@ def factors(size: Size) -> int:
             total += neurons * m * (neurons * m + 1) // 2
         elif size.structure == "neuron":
             total += neurons * m * (m + 1) // 2
+        elif size.structure == "shared":
+            total += m * (m + 1) // 2
         else:
             total += neurons * m
     return total
@@ -111,8 +113,11 @@ def _curves(names: Sequence[str]) -> list[tuple[str, str, list[Size]]]:
     for axis in [name for name in SIZES if name in names] or [""]:
         for structure, dtype in itertools.product(structures, dtypes):
             base = replace(BASE, structure=structure, dtype=dtype)
+            if structure == "shared":  # is for one layer
+                base = replace(base, hidden=0)
             sizes = [replace(base, **{axis: value}) for value in SIZES[axis]] if axis else [base]  # type: ignore[arg-type]
-            curves.append((f"{structure} {dtype}", axis, sizes))
+            if structure != "shared" or axis != "hidden":
+                curves.append((f"{structure} {dtype}", axis, sizes))
             if axis == "d" and structure == "full":  # reaches the largest d in a small memory
                 flat = [replace(size, hidden=0) for size in sizes]
                 curves.append((f"{structure} {dtype}, no hidden layer", axis, flat))
