@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cabi import library
 
 import kbt_edge as kbt
 from kbt_edge.readout import Readout
@@ -235,3 +236,37 @@ def test_settings_out_of_range_say_what_was_expected(settings: dict[str, Any], m
         Readout(np.zeros((1, 3)))
     with pytest.raises(kbt.ShapeError, match="bias"):
         Readout(np.zeros((5, 3)), np.zeros(4))
+
+
+def test_the_c_abi_checks_sizes_pointers_and_alignment() -> None:
+    ffi, C = library()
+    weight, bias = readout(8, 3)
+    cfg = ffi.new("kbt_readout_config *", {"d": 3, "classes": 8, "top": 2, "held": 4, "prior_var": 0.1})
+    assert C.kbt_readout_check(cfg) == ffi.NULL
+    for field, wrong in (("d", 0), ("classes", 1), ("top", 0), ("held", 2), ("prior_var", -1.0)):
+        bad = ffi.new("kbt_readout_config *", cfg[0])
+        setattr(bad, field, wrong)
+        assert ffi.string(C.kbt_readout_check(bad)).decode() == field
+        assert C.kbt_readout_bytes(bad) == 0
+    needed, slot = C.kbt_readout_bytes(cfg), ffi.new("kbt_readout **")
+    memory = np.zeros(needed + 128, np.uint8)
+    start = memory.ctypes.data + -memory.ctypes.data % 64
+    at, w, b = (ffi.cast("void *", start), *(ffi.cast("float *", x.ctypes.data) for x in (weight, bias)))
+    assert C.kbt_readout_init(cfg, w, b, at, needed - 1, slot) == C.KBT_E_SIZE
+    assert C.kbt_readout_init(cfg, w, b, ffi.cast("void *", start + 8), needed, slot) == C.KBT_E_ALIGN
+    assert C.kbt_readout_init(cfg, ffi.NULL, b, at, needed, slot) == C.KBT_E_NULL
+    weight[1, 1] = np.nan
+    assert C.kbt_readout_init(cfg, w, b, at, needed, slot) == C.KBT_E_NONFINITE
+    weight[1, 1] = 0.0
+    assert C.kbt_readout_init(cfg, w, b, at, needed, slot) == C.KBT_OK
+    one, h, p = slot[0], ffi.new("float[3]", [1, 2, 3]), ffi.new("float[8]")
+    assert C.kbt_readout_observe(one, 1, ffi.NULL) == C.KBT_E_ORDER
+    assert C.kbt_readout_predict(one, h, p, ffi.NULL) == C.KBT_OK
+    assert sum(p) == pytest.approx(1.0, rel=1e-6)
+    assert C.kbt_readout_observe(one, 8, ffi.NULL) == C.KBT_E_LABEL
+    assert C.kbt_readout_observe(one, 1, ffi.NULL) == C.KBT_OK
+    assert C.kbt_readout_observe(one, 1, ffi.NULL) == C.KBT_E_ORDER
+    assert C.kbt_readout_update(one, h, 2, ffi.NULL) == C.KBT_OK
+    assert (C.kbt_readout_samples(one), C.kbt_readout_held(one)) == (2, 3)
+    assert C.kbt_readout_reset(one) == C.KBT_OK
+    assert (C.kbt_readout_samples(one), C.kbt_readout_held(one)) == (0, 0)

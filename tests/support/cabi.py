@@ -45,7 +45,9 @@ def installed(name: str) -> Path:
 @cache
 def library() -> tuple[cffi.FFI, Any]:
     """The installed libkbt, declared by its own header."""
-    header = "".join(installed(f"include/{name}.h").read_text() for name in ("kbt", "kbt_flight", "kbt_mailbox"))
+    header = "".join(
+        installed(f"include/{name}.h").read_text() for name in ("kbt", "kbt_flight", "kbt_mailbox", "kbt_readout")
+    )
     header = re.sub(r"#ifdef __cplusplus.*?#endif", "", header, flags=re.S)
     constants = re.findall(r"^#define KBT_\w+ \d+", header, flags=re.M)
     body = re.sub(r"^#.*$|\bKBT_API\b", "", header, flags=re.M)
