@@ -7,7 +7,7 @@ namespace kbt {
 
 template <class T>
 struct Diagonal {
-  static void weight_cov(const LayerParts<T> &layer, const Cov<T> &out, const Work<T> &work) {
+  KBT_INLINE static void weight_cov(const LayerParts<T> &layer, const Cov<T> &out, const Work<T> &work) {
     const Posterior<T> &w = layer.w;
     const MatrixView<T> D = matrix<T>(w.d, w.M1, w.stride, w.stride);
     VectorView<T> squares = array(work.inner, w.M1), sums = array(work.vector, w.stride);
@@ -15,7 +15,11 @@ struct Diagonal {
       for (Index b = 0; b < out.rows; ++b) {
         squares = array(layer.input(a), w.M1) * array(layer.input(b), w.M1);
         layer.loops->columns_times(D, constant_view<T>(squares.data(), w.M1), sums);
-        for (Index j = 0; j < w.n; ++j) out.same(a, b, j) += sums[j];
+        if (out.dense) {
+          for (Index j = 0; j < w.n; ++j) out.same(a, b, j) += sums[j];
+        } else {
+          array(&out.same(a, b, 0), w.stride) += sums;
+        }
       }
     }
   }

@@ -68,6 +68,7 @@ struct Evidence {
     book[kEvidence] = book[kLead] = book[kFreshAge] = book[kFreshUpdates] = T(0);
     book[kSuspicious] = T(suspicious);
   }
+  bool just_began() const { return !(book[kFreshAge] > T(0)); }  // the fresh member: nothing was learned since
   void begin_before() {
     book[kHasBefore] = T(1);
     book[kBeforeEvidence] = book[kBeforeLead] = book[kBeforeAge] = book[kBeforeUpdates] = T(0);

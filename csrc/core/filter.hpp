@@ -106,11 +106,7 @@ class Filter : public FilterParts<T> {
       Layer<T> &layer = layers_[i];
       const Cov<T> out = cov_out(i, rows);
       const bool last = i == layers() - 1;
-      layer.mean_forward(rows, u_);
-      fill(out.data, T(0), out.count() + kLanes);
-      if (!certain) layer.input_cov_forward(in, out, work_);
-      if (last && noise_known()) keep_other_cov(out);
-      layer.weight_cov_forward(out, work_);
+      forward_layer(layer, certain ? nullptr : &in, out, last && noise_known());
       if (!all_finite(u_, rows * layer.w.stride) || !all_finite(out.data, out.count())) return KBT_E_RANGE;
       keep_variances(out, variances_[i]);
       if (last && !outputs_in_range(rows)) return KBT_E_RANGE;
@@ -215,7 +211,7 @@ class Filter : public FilterParts<T> {
       measurement_.add_other_cov(other_cov_, adjoints[last], other_cov_ + rank * rank);
     for (Index i = 0; i <= last; ++i) floored += layers_[i].update(adjoints[i], work_);
     if (adapts_) take_noise();
-    for (Index i = 0; i <= last; ++i) let_go(i);
+    for (Index i = 0; lets_go() && i <= last; ++i) let_go(i);
     return floored;
   }
 
@@ -237,6 +233,14 @@ class Filter : public FilterParts<T> {
     for (Index a = 0; a < in.rows; ++a) {
       for (Index p = 0; p < in.n; ++p) in.same(a, a, p) = static_cast<T>(cfg_->input_var);
     }
+  }
+  // Mean and covariance of a layer's pre-activations: u_ and out. `in` is null where the inputs are certain.
+  void forward_layer(Layer<T> &layer, const Cov<T> *in, const Cov<T> &out, bool keep_other) {
+    layer.mean_forward(out.rows, u_);
+    fill(out.data, T(0), out.count() + kLanes);
+    if (in != nullptr) layer.input_cov_forward(*in, out, work_);
+    if (keep_other) keep_other_cov(out);
+    layer.weight_cov_forward(out, work_);
   }
   // The part of the output covariance that the last layer's weights do not cause.
   void keep_other_cov(const Cov<T> &out) {
@@ -369,15 +373,13 @@ class Filter : public FilterParts<T> {
       floored += layer.update(adjoint, work_);
     }
     if (adapts_) take_noise();
-    let_go(0);
+    if (lets_go()) let_go(0);
     return floored;
   }
   // Row a alone, after the rows before it were learned.
   void forward_row(Index a, Layer<T> &layer, const Cov<T> &cov) {
     layer.z = layers_[0].z + a * layer.w.z_stride;
-    layer.mean_forward(1, u_);
-    fill(cov.data, T(0), cov.count() + kLanes);
-    layer.weight_cov_forward(cov, work_);
+    forward_layer(layer, nullptr, cov, false);
     measurement_.rows = 1;
     measurement_.predict(u_, layer.w.stride, cov, *cfg_);
     measurement_.rows = rows_;
@@ -403,10 +405,10 @@ class Filter : public FilterParts<T> {
   }
 
   // (5.7), and (9.3) with a walk that moves outputs at the latest input. Neither raises D above the prior.
+  bool lets_go() const { return forgetting() < T(1) || kind_.walk > 0.0; }
+  T forgetting() const { return has_bank(*cfg_) ? T(1) : static_cast<T>(cfg_->forgetting); }
   void let_go(Index i) {
-    const T forgetting = has_bank(*cfg_) ? T(1) : static_cast<T>(cfg_->forgetting);
-    const T drift = static_cast<T>(kind_.walk);
-    if (!(forgetting < T(1)) && !(drift > T(0))) return;
+    const T forgetting = this->forgetting(), drift = static_cast<T>(kind_.walk);
     T size = T(0);
     for (Index a = 0; a < rows_; ++a) size += dot(layers_[i].input(a), layers_[i].input(a), layers_[i].w.M1);
     const T noise = softmax_output() || relative_factor(*cfg_) ? T(1) : mean_noise(),

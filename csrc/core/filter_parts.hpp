@@ -17,6 +17,7 @@ class FilterParts {
   void plan_learned(const kbt_config &config, int which, Arena &arena) {
     cfg_ = &config;
     kind_ = filter_kind(config, which);
+    apart_ = outputs_apart(config);
     for (Index i = 0; i < layers(); ++i) {
       Posterior<T> &w = layers_[i].w;
       w.shape(config, i);
@@ -81,7 +82,7 @@ class FilterParts {
   Cov<T> input_cov(T *data, Index rows) const {
     return Cov<T>{data, cfg_->covariance == KBT_FULL, rows, inputs(), inputs()};
   }
-  bool apart() const { return outputs_apart(*cfg_); }
+  bool apart() const { return apart_; }
   bool fuse() const { return cfg_->rule == KBT_FUSE; }
   bool softmax_output() const { return cfg_->output == KBT_SOFTMAX; }
   bool learns_noise() const { return cfg_->noise == KBT_NOISE_ADAPTIVE; }
@@ -184,6 +185,7 @@ class FilterParts {
   Measurement<T> measurement_;
   Index rows_;  // of the latest forward pass
   T nis_, log_likelihood_, weight_;
+  bool apart_;  // outputs are measured one by one: apart.hpp
   bool adapts_;
   bool noise_given_;  // the latest judge had noise of its own, which is in the scratch of noise_
 

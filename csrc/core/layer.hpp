@@ -58,17 +58,18 @@ struct Layer : LayerParts<T> {
 
   // (4.2). Returns how many shares had to be floored.
   int update(const Adjoint<T> &adjoint, const Work<T> &work) {
+    if (w.structure == KBT_SHARED) return Shared<T>::update(*this, adjoint, work);
     int floored = 0;
     with_structure([&](auto structure) { floored = structure.update(*this, adjoint, work); });
     return floored;
   }
 
  private:
+  // `shared` looks forward as a single neuron does.
   template <class F>
   void with_structure(F f) const {
     if (w.structure == KBT_DIAGONAL) return f(Diagonal<T>());
     if (w.structure == KBT_FULL) return f(Full<T>());
-    if (w.structure == KBT_SHARED) return f(Shared<T>());
     if (w.interleaved) return f(Neurons<T, kLanes>());
     f(Neurons<T, 1>());
   }

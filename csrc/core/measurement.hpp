@@ -47,21 +47,23 @@ struct Measurement {
   static Index square_count(Index rows, Index n) { return rows * n * rows * n; }
 
   // Moments of the observation from those of u: mean (rows x stride) and cov.
-  void predict(const T *u, Index stride, const Cov<T> &cov, const kbt_config &cfg) {
-    const Index K = rows * n;
+  KBT_INLINE void predict(const T *u, Index stride, const Cov<T> &cov, const kbt_config &cfg) {
     moment = moment_softmax(cfg);
-    if (moment) return predict_moments(u, stride, cov, cfg);
+    if (cfg.output == KBT_SOFTMAX)
+      return moment ? predict_moments(u, stride, cov, cfg) : predict_taylor(u, stride, cov, cfg);
     for (Index a = 0; a < rows; ++a) {
-      const T *ua = u + a * stride;
-      if (cfg.output != KBT_SOFTMAX) {
-        for (Index i = 0; i < n; ++i) mean[a * n + i] = ua[i];
-        continue;
-      }
-      softmax(ua, n, p + a * n);
+      for (Index i = 0; i < n; ++i) mean[a * n + i] = u[a * stride + i];
+    }
+  }
+  // (2.7), (2.8)
+  void predict_taylor(const T *u, Index stride, const Cov<T> &cov, const kbt_config &cfg) {
+    for (Index a = 0; a < rows; ++a) {
+      T *const pa = p + a * n, *const to = mean + a * n;
+      softmax(u + a * stride, n, pa);
       if (cfg.softmax_order == 1) {
-        for (Index i = 0; i < n; ++i) mean[a * n + i] = p[a * n + i];
+        for (Index i = 0; i < n; ++i) to[i] = pa[i];
       } else {
-        softmax_second_order(p + a * n, cov.row(a, 0) + a * n, K, n, mean + a * n);
+        softmax_second_order(pa, cov.row(a, 0) + a * n, rows * n, n, to);
       }
     }
   }

@@ -47,7 +47,8 @@ class Members {
     std::swap(z_, other_z_);
     if (h != nullptr) set_input(s, h, rows, flush_below);
     if (!s.begun()) set_first_factors(s);
-    for (Index a = 0; a < rows; ++a) forward_row(s, a);
+    project(s, 0, rows);
+    for (Index a = 0; a < rows; ++a) predict_row(s, a);
     rows_ = rows;
     return mix(s);
   }
@@ -137,9 +138,10 @@ class Members {
     }
     event = {KBT_NO_CHANGE, 0, 0.0};
     for (Index a = 0; a < rows_; ++a) {
-      if (a > 0) {  // the rows before it have changed the members
+      if (a > 0) {  // the rows before it have changed the members; the step before it has left U^T z of this one
         s.weights(weights_);
-        forward_row(s, a);
+        if (s.just_began()) project(s, a, 1);
+        predict_row(s, a);
         mix_row(s, a);
       }
       const Judged row = learn_row(s, a, y + a * s.O, given, event);
@@ -173,10 +175,11 @@ class Members {
       for (Index p = 0; p < s.M; ++p) first_d_[p * L + l] = d;
     }
   }
-  void forward_row(const Store &s, Index a) {
-    const T *const z = z_ + a * z_stride_;
-    T *const f = F_ + a * s.M * L;
-    loops_->project_lanes(factor(s), 1, z, f, s.M * L);
+  void project(const Store &s, Index a, Index rows) {
+    loops_->project_rows(factor(s), rows, z_ + a * z_stride_, z_stride_, F_ + a * s.M * L);
+  }
+  void predict_row(const Store &s, Index a) {
+    const T *const z = z_ + a * z_stride_, *const f = F_ + a * s.M * L;
     loops_->lanes.weigh(factor(s), f, f, c_ + a * L);
     for (Index o = 0; o < s.O; ++o) {
       VectorView<T> to = array(means_ + (a * s.O + o) * L, L);
@@ -226,7 +229,9 @@ class Members {
       lambda[l] = learns ? T(1) / q : T(0);
       share[l] = learns ? kept / q : T(1);
     }
-    loops_->lanes.rank_one(s.factor(), f, lambda, share, false, step_);
+    const bool last = a == rows_ - 1;
+    loops_->rank_one_before(s.factor(), f, lambda, share, step_, last ? nullptr : z + z_stride_,
+                            last ? nullptr : F_ + (a + 1) * s.M * L);
     const T *const gain = Step<T, L>(step_, s.M).gain;
     for (Index o = 0; o < s.O; ++o) {
       for (Index l = 0; l < L; ++l) scale[l] = error_[o * L + l] * lambda[l];

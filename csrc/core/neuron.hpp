@@ -8,7 +8,7 @@ namespace kbt {
 
 template <class T, Index W>
 struct Neurons {
-  static void weight_cov(const LayerParts<T> &layer, const Cov<T> &out, const Work<T> &) {
+  KBT_INLINE static void weight_cov(const LayerParts<T> &layer, const Cov<T> &out, const Work<T> &) {
     const Posterior<T> &w = layer.w;
     const Index rows = out.rows;
     if (W == kLanes && rows == 1 && !out.dense) {  // the hidden layer of a control loop

@@ -116,7 +116,8 @@ class Readout {
       if (slot_of_[c] < 0 && p_[c] > likeliest_out) likeliest_out = p_[c];
     }
     if (result != nullptr) {
-      const double b = static_cast<double>(moment_slope(var_ * left) * rate * var_), p = static_cast<double>(likeliest_out);
+      const double b = static_cast<double>(moment_slope(var_ * left) * rate * var_),
+                   p = static_cast<double>(likeliest_out);
       const T known = p_[label] > T(1e-30) ? p_[label] : T(1e-30);
       *result = {static_cast<double>(log_positive(known)), b * p / exp_negative(-b * p), left_table};
     }
@@ -246,10 +247,10 @@ class Readout {
   Index M_, stride_;
   ColumnUD<T> factor_;
   const T *weight_, *bias_;
-  T *rows_;                           // held x stride: what a row has learned, bias last
-  T *moved_;                          // held: how far, as the sum of |y - p|
-  std::int32_t *class_of_, *slot_of_; // of a row; of a class, or -1
-  T *z_, *other_z_, *f_, *step_;      // (h, 1) of the latest pass and of the one before
+  T *rows_;                            // held x stride: what a row has learned, bias last
+  T *moved_;                           // held: how far, as the sum of |y - p|
+  std::int32_t *class_of_, *slot_of_;  // of a row; of a class, or -1
+  T *z_, *other_z_, *f_, *step_;       // (h, 1) of the latest pass and of the one before
   T *logits_, *p_, *ones_;
   std::int32_t *top_;
   T var_, kappa_;

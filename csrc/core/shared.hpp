@@ -7,12 +7,6 @@ namespace kbt {
 
 template <class T>
 struct Shared {
-  static void weight_cov(const LayerParts<T> &layer, const Cov<T> &out, const Work<T> &work) {
-    Neurons<T, 1>::weight_cov(layer, out, work);
-  }
-  // Inputs are certain: settings.hpp, can_share.
-  static void input_cov(const LayerParts<T> &, const Cov<T> &, const Cov<T> &, const Work<T> &) {}
-
   // One row: a single step of the factor, whose gain every neuron takes r times.
   static int update(LayerParts<T> &layer, const Adjoint<T> &adjoint, const Work<T> &work) {
     const Posterior<T> &w = layer.w;

@@ -9,9 +9,11 @@
 
 namespace kbt::KBT_TARGET {
 
-// f = U^T z for P neighbouring factors with one z. Four rows of U share each f_q, and the factors share z.
-template <int P, class T>
-KBT_INLINE void project_sets(const LaneUD<T> &first, Index set, const T *z, T *f_first) {
+// f = U^T z for P neighbouring factors with R vectors z. Four rows of U share each f_q, the factors share z, and what
+// is read of a factor serves all z. f of the next factor is M * kLanes further on, that of the next z at f_stride.
+template <int P, int R, class T>
+KBT_INLINE void project_sets(const LaneUD<T> &first, Index set, const T *z, Index z_stride, T *f_first,
+                             Index f_stride) {
   constexpr Index W = kLanes;
   const Index M = first.M, length = M * W;
   const T *row[P];
@@ -21,39 +23,59 @@ KBT_INLINE void project_sets(const LaneUD<T> &first, Index set, const T *z, T *f
     f[j] = f_first + j * length;
   }
   for (Index q = 0; q < M; ++q) {
-    const Lanes<T> zq = constant(z[q]);
-    for (Index l = 0; l < W; l += kWidth) {
-      KBT_UNROLL_ALL
-      for (int j = 0; j < P; ++j) store(f[j] + q * W + l, zq);
+    for (int r = 0; r < R; ++r) {
+      const Lanes<T> zq = constant(z[r * z_stride + q]);
+      for (Index l = 0; l < W; l += kWidth) {
+        KBT_UNROLL_ALL
+        for (int j = 0; j < P; ++j) store(f[j] + r * f_stride + q * W + l, zq);
+      }
     }
   }
   Index p = 0;
   for (; kVectors && p + 4 < M; p += 4) {
     const Index count = (M - p - 4) * W;
-    const Lanes<T> z0 = constant(z[p]), z1 = constant(z[p + 1]), z2 = constant(z[p + 2]), z3 = constant(z[p + 3]);
+    Lanes<T> z0[R], z1[R], z2[R], z3[R];
+    KBT_UNROLL_ALL
+    for (int r = 0; r < R; ++r) {
+      const T *const from = z + r * z_stride + p;
+      z0[r] = constant(from[0]), z1[r] = constant(from[1]), z2[r] = constant(from[2]), z3[r] = constant(from[3]);
+    }
     KBT_UNROLL_ALL
     for (int j = 0; j < P; ++j) {
       const T *const r0 = row[j] + 3 * W, *const r1 = r0 + count + 2 * W;
       const T *const r2 = r1 + count + W, *const r3 = r2 + count;
       T *const t = f[j] + 4 * W;
-      store(t - 3 * W, load(t - 3 * W) + load(r0 - 3 * W) * z0);
-      store(t - 2 * W, (load(t - 2 * W) + load(r0 - 2 * W) * z0) + load(r1 - 2 * W) * z1);
-      store(t - W, ((load(t - W) + load(r0 - W) * z0) + load(r1 - W) * z1) + load(r2 - W) * z2);
+      KBT_UNROLL_ALL
+      for (int r = 0; r < R; ++r) {
+        T *const to = t + r * f_stride;
+        store(to - 3 * W, load(to - 3 * W) + load(r0 - 3 * W) * z0[r]);
+        store(to - 2 * W, (load(to - 2 * W) + load(r0 - 2 * W) * z0[r]) + load(r1 - 2 * W) * z1[r]);
+        store(to - W, ((load(to - W) + load(r0 - W) * z0[r]) + load(r1 - W) * z1[r]) + load(r2 - W) * z2[r]);
+      }
       KBT_UNROLL
       for (Index i = 0; i < count; i += W) {
-        const Lanes<T> two = (load(t + i) + load(r0 + i) * z0) + load(r1 + i) * z1;
-        store(t + i, (two + load(r2 + i) * z2) + load(r3 + i) * z3);
+        const Lanes<T> u0 = load(r0 + i), u1 = load(r1 + i), u2 = load(r2 + i), u3 = load(r3 + i);
+        KBT_UNROLL_ALL
+        for (int r = 0; r < R; ++r) {
+          T *const to = t + r * f_stride + i;
+          const Lanes<T> two = (load(to) + u0 * z0[r]) + u1 * z1[r];
+          store(to, (two + u2 * z2[r]) + u3 * z3[r]);
+        }
       }
       row[j] = r3 + count;
       f[j] = t;
     }
   }
   for (; p < M; ++p) {
-    const Lanes<T> zp = constant(z[p]);
     for (int j = 0; j < P; ++j) {
       f[j] += W;
       const Index count = (M - p - 1) * W;
-      for (Index i = 0; i < count; i += kWidth, row[j] += kWidth) store(f[j] + i, load(f[j] + i) + load(row[j]) * zp);
+      for (int r = 0; r < R; ++r) {
+        const Lanes<T> zp = constant(z[r * z_stride + p]);
+        T *const to = f[j] + r * f_stride;
+        for (Index i = 0; i < count; i += kWidth) store(to + i, load(to + i) + load(row[j] + i) * zp);
+      }
+      row[j] += count;
     }
   }
 }
@@ -63,9 +85,19 @@ template <class T>
 void project_lanes(const LaneUD<T> &first, Index blocks, const T *z, T *f, Index f_stride) {
   Index b = 0;
   for (; kSets > 1 && b + kSets <= blocks && f_stride == first.M * kLanes; b += kSets) {
-    project_sets<kSets>(first, b, z, f + b * f_stride);
+    project_sets<kSets, 1>(first, b, z, 0, f + b * f_stride, 0);
   }
-  for (; b < blocks; ++b) project_sets<1>(first, b, z, f + b * f_stride);
+  for (; b < blocks; ++b) project_sets<1, 1>(first, b, z, 0, f + b * f_stride, 0);
+}
+
+// f = U^T z of one factor for several z, one f behind the other.
+template <class T>
+void project_rows(const LaneUD<T> &s, Index rows, const T *z, Index z_stride, T *f) {
+  constexpr int R = kVectors ? 2 : 1;
+  const Index length = s.M * kLanes;
+  Index a = 0;
+  for (; R > 1 && a + R <= rows; a += R) project_sets<1, R>(s, 0, z + a * z_stride, z_stride, f + a * length, length);
+  for (; a < rows; ++a) project_sets<1, 1>(s, 0, z + a * z_stride, 0, f + a * length, 0);
 }
 
 // f^T D g of one factor
@@ -141,7 +173,52 @@ KBT_INLINE void scale_lanes(const LaneUD<T> &s, Index l, const T *f, const Lanes
   }
 }
 
-// (5.4) for P neighbouring factors at once, because one alone would wait for its own sum b_p:
+// (5.4) for the first rows of what is left of a factor, `left` rows: as pass_lanes. Returns the row behind them. With
+// kNext, the projection of the next z goes on too, while the new rows are at hand: z and f start at the first row.
+template <bool kMean, bool kNext, class T>
+KBT_INLINE T *pass_rows(T *u, Index left, const T *v, const Lanes<T> &rate, T *to, Index to_stride, const T *z, T *f) {
+  constexpr Index W = kLanes, kRun = 2 * W;
+  T *row[kRows];
+  Lanes<T> b[kRows], zi[kRows];
+  KBT_UNROLL_ALL
+  for (Index i = 0; i < kRows; ++i) {
+    row[i] = u;
+    u += (left - i - 1) * W;
+    b[i] = load(v + i * kRun);
+    if (kNext) zi[i] = constant(z[i]);
+  }
+  KBT_UNROLL_ALL
+  for (Index i = 0; i < kRows; ++i) {
+    KBT_UNROLL_ALL
+    for (Index q = i + 1; q < kRows; ++q, row[i] += W) {
+      const Lanes<T> old = load(row[i]), next = load(v + q * kRun + W) * b[i] + old;
+      store(row[i], next);
+      b[i] = b[i] + old * load(v + q * kRun);
+      if (kNext) store(f + q * W, load(f + q * W) + next * zi[i]);
+    }
+  }
+  const T *vq = v + kRows * kRun;
+  const Index count = (left - kRows) * W;
+  f += kRows * W;
+  for (Index n = 0; n < count; n += W, vq += kRun) {
+    const Lanes<T> v_n = load(vq), k_n = load(vq + W);
+    Lanes<T> sum = kNext ? load(f + n) : v_n;
+    KBT_UNROLL_ALL
+    for (Index i = 0; i < kRows; ++i) {
+      const Lanes<T> old = load(row[i] + n), next = k_n * b[i] + old;
+      store(row[i] + n, next);
+      b[i] = b[i] + old * v_n;
+      if (kNext) sum = sum + next * zi[i];
+    }
+    if (kNext) store(f + n, sum);
+  }
+  KBT_UNROLL_ALL
+  for (Index i = 0; i < kRows; ++i, to += to_stride) store(to, kMean ? load(to) + b[i] * rate : b[i]);
+  return u;
+}
+
+// (5.4) for P neighbouring factors at once, or for one and several of its rows, because one row alone would wait for
+// its own sum b_p:
 //   U_pq <- U_pq + k_q b_p,  b_p <- b_p + (old U_pq) v_q  for q = p+1, p+2, ..., starting from b_p = v_p.
 // to_p = b_p = (S a)_p, or with kMean, to_p += b_p r.
 template <int P, bool kMean, class T>
@@ -155,7 +232,14 @@ KBT_INLINE void pass_lanes(const LaneUD<T> &first, Index set, const T *v_first, 
       row[j] = first.u + (set + j) * LaneUD<T>::u_count(first.M) + l;
       rate[j] = kMean ? load_any(r + j * W + l) : constant(T(0));
     }
-    for (Index p = 0; p < first.M; ++p) {
+    Index p = 0;
+    if constexpr (P == 1 && kVectors) {
+      for (; p + kRows < first.M; p += kRows, v += kRows * kRun) {
+        row[0] = pass_rows<kMean, false, T>(row[0], first.M - p, v, rate[0], to + p * to_stride, to_stride, nullptr,
+                                            nullptr);
+      }
+    }
+    for (; p < first.M; ++p) {
       Lanes<T> b[P];
       KBT_UNROLL_ALL
       for (int j = 0; j < P; ++j) b[j] = load(v + j * W);
@@ -193,6 +277,41 @@ void rank_one_lanes(const LaneUD<T> &s, const T *f, const T *lambda, const T *sh
     }
   }
   pass_lanes<1, false>(s, 0, step.v, f, step.gain, kLanes);
+}
+
+// The same with all lambda >= 0, and with next_f = U^T next_z of the new factor in the same pass, unless next_z is
+// null.
+template <class T>
+void rank_one_before(const LaneUD<T> &s, const T *f, const T *lambda, const T *share, T *memory, const T *next_z,
+                     T *next_f) {
+  if (!kVectors || next_z == nullptr) {
+    rank_one_lanes(s, f, lambda, share, false, memory);
+    if (next_z != nullptr) project_sets<1, 1>(s, 0, next_z, 0, next_f, 0);
+    return;
+  }
+  constexpr Index W = kLanes, kRun = 2 * W;
+  const Step<T, W> step(memory, s.M);
+  scale_lanes(s, 0, f, load_any(lambda), load_any(share), step);
+  for (Index q = 0; q < s.M; ++q) store(next_f + q * W, constant(next_z[q]));
+  const Lanes<T> unused = constant(T(0));
+  T *row = s.u;
+  Index p = 0;
+  for (; p + kRows < s.M; p += kRows) {
+    row = pass_rows<false, true>(row, s.M - p, step.v + p * kRun, unused, step.gain + p * W, W, next_z + p,
+                                 next_f + p * W);
+  }
+  for (; p < s.M; ++p) {
+    Lanes<T> b = load(step.v + p * kRun);
+    const Lanes<T> zp = constant(next_z[p]);
+    for (Index q = p + 1; q < s.M; ++q, row += W) {
+      const T *const vq = step.v + q * kRun;
+      const Lanes<T> old = load(row), next = load(vq + W) * b + old;
+      store(row, next);
+      b = b + old * load(vq);
+      store(next_f + q * W, load(next_f + q * W) + next * zp);
+    }
+    store(step.gain + p * W, b);
+  }
 }
 
 // lambda = sum_k sign_k B_k^2 of the neurons from j on.
