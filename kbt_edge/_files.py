@@ -49,11 +49,11 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:
+def read_bounded(path: str | os.PathLike[str], limit: int, option: str = "") -> bytes:
     """The bytes of a regular file of at most ``limit`` bytes. Memory is allocated only for what the file holds.
 
     The path may come from an untrusted source: FIFOs do not block, and devices are not read. The last component may be
-    a link; callers that must not follow links resolve the path first.
+    a link; callers that must not follow links resolve the path first. ``option`` is the argument that raises the limit.
     """
     name = os.fspath(path)
     try:
@@ -63,7 +63,8 @@ def read_bounded(path: str | os.PathLike[str], limit: int) -> bytes:
             if not stat.S_ISREG(found.st_mode):
                 raise BundleError(f"{name}: not a regular file")
             if found.st_size > limit:
-                raise BundleError(f"{name}: expected at most {limit} bytes, the file has {found.st_size}")
+                more = f"; {option} allows more" if option else ""
+                raise BundleError(f"{name}: expected at most {limit} bytes, the file has {found.st_size}{more}")
             data = file.read(found.st_size + 1)
     except BundleError:
         raise

@@ -32,7 +32,7 @@ from kbt_edge import _core
 from kbt_edge._files import make_folder, read_bounded, write_atomic
 from kbt_edge.errors import BundleError
 from kbt_edge.head import memory_limit
-from kbt_edge.onnxfile import MAX_BYTES as MAX_TRUNK_BYTES
+from kbt_edge.onnxfile import MAX_BYTES
 from kbt_edge.settings import DTYPES, OUTPUTS
 
 __all__ = ["FORMAT", "Bundle", "BundleInput", "find", "read", "write"]
@@ -40,9 +40,8 @@ __all__ = ["FORMAT", "Bundle", "BundleInput", "find", "read", "write"]
 FORMAT: Final = 1
 TRUNK, HEAD, JSON = "trunk.onnx", "head.kbt", "bundle.json"
 
-# Limits far above any real bundle. They bound what a hostile one can allocate.
+# Limits far above any real bundle. With ``max_bytes`` they bound what a hostile one can allocate.
 MAX_JSON_BYTES: Final = 2**20
-MAX_HEAD_BYTES: Final = 2**28
 GROWN: Final = 8  # bytes that a state of format 2 has more: an old bundle's head, saved again
 MAX_RANK: Final = 8
 MAX_INPUTS: Final = 64
@@ -119,11 +118,17 @@ def is_shipped(folder: Path) -> bool:
     return folder.parent == SHIPPED
 
 
-def read(folder: str | os.PathLike[str]) -> Bundle:
-    """The bundle in ``folder``, its files checked against each other."""
+def read(folder: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> Bundle:
+    """The bundle in ``folder``, its files checked against each other. None may have more than ``max_bytes``."""
     folder = Path(folder)
     with _named(folder):
         said = _read_json(folder)
+        for name, size in ((TRUNK, said["trunk"]["bytes"]), (HEAD, said["head"]["bytes"])):
+            if size > max_bytes:
+                raise BundleError(
+                    f"{folder / name}: expected at most max_bytes = {max_bytes}, got {_Check.shown(size)} bytes; "
+                    "load it with a larger max_bytes if you trust it"
+                )
         trunk = _read_file(folder, TRUNK, said["trunk"]["bytes"])
         head = _read_file(folder, HEAD, said["head"]["bytes"], GROWN)
     bundle = Bundle(
@@ -279,7 +284,7 @@ def _checked(value: Any, path: Path) -> dict[str, Any]:
 
     trunk = value["trunk"]
     check.keys("trunk", trunk, {"bytes", "sha256", "inputs", "rows", "d"})
-    check.integer("trunk.bytes", trunk["bytes"], 1, MAX_TRUNK_BYTES)
+    check.integer("trunk.bytes", trunk["bytes"], 1)
     check.text("trunk.sha256", trunk["sha256"], re.compile("[0-9a-f]{64}"))
     check.integer("trunk.rows", trunk["rows"], 1, MAX_WIDTH)
     check.integer("trunk.d", trunk["d"], 1, MAX_WIDTH)
@@ -303,7 +308,7 @@ def _checked(value: Any, path: Path) -> dict[str, Any]:
     head = value["head"]
     scaling = {"offset", "scale"} if isinstance(head, dict) and head.get("output") == "gaussian" else set()
     check.keys("head", head, {"bytes", "widths", "max_rows", "output", "dtype"} | scaling)
-    check.integer("head.bytes", head["bytes"], 1, MAX_HEAD_BYTES)
+    check.integer("head.bytes", head["bytes"], 1)
     check.integer("head.max_rows", head["max_rows"], 1, MAX_WIDTH)
     check.choice("head.output", head["output"], OUTPUTS)
     check.choice("head.dtype", head["dtype"], DTYPES)

@@ -90,7 +90,7 @@ def export_trunk(
     path = Path(path)
     with _evaluation(torch, module), torch.no_grad():
         data = _onnx_bytes(torch, module, examples, input_names)
-        trunk = Trunk(data, backend="onnxruntime")
+        trunk = Trunk(data, backend="onnxruntime", max_bytes=len(data))
         difference, scale = _compare(torch, module, trunk, examples)
     if not difference <= TOLERANCE * scale:
         raise NumericsError(
@@ -146,7 +146,8 @@ def export(
         file = report.path.read_bytes()
     if "max_rows" not in settings:
         _reject_a_batch(torch, module, examples, report)
-    _compare_readout(torch, module, readout, weight, bias, Trunk(file, backend="onnxruntime"), examples)
+    trunk = Trunk(file, backend="onnxruntime", max_bytes=len(file))
+    _compare_readout(torch, module, readout, weight, bias, trunk, examples)
     head = Head(weight, bias, **{"max_rows": report.rows, **settings})
     how = {
         "torch": str(torch.__version__),
@@ -161,6 +162,7 @@ def export(
         output_scale=output_scale,
         made={**how, **(made or {})},
         backend="onnxruntime",
+        max_bytes=len(file),
     )
     model.save(path)
     return model

@@ -450,7 +450,7 @@ def _too_large(config: _core.Config, covariance: str, most: int) -> str:
     size = f"one of {_bytes_in_words(needed)}" if needed else "one beyond the address space"
     return (
         f"weight, hidden, max_rows: expected a head of at most max_memory = {_bytes_in_words(most)}, got {size} "
-        f"({config.widths[-1]} outputs x width {config.widths[-2]}, widths {' → '.join(map(str, config.widths))}, "
+        f"(outputs x width: {config.widths[-1]} x {config.widths[-2]}, widths {' → '.join(map(str, config.widths))}, "
         f"max_rows {config.max_rows}, covariance {covariance!r}); "
         f"{'; '.join(fits) or 'no structure fits: use smaller hidden layers'}; or use a larger max_memory"
     )

@@ -28,7 +28,7 @@ from kbt_edge._samples import must_be_latest, raise_rejection, sample_noise, tar
 from kbt_edge.bundle import Bundle
 from kbt_edge.errors import BundleError, NumericsError, RangeError, ShapeError
 from kbt_edge.head import Head, Prediction, Update
-from kbt_edge.onnxfile import MAX_BYTES as MAX_TRUNK_BYTES
+from kbt_edge.onnxfile import MAX_BYTES
 from kbt_edge.scaling import Scaling, check_scaled, log_scale_of, numbers, per_output, scaled_inputs, scaled_noise
 from kbt_edge.trunk import Backend, Trunk
 
@@ -49,7 +49,7 @@ class Model:
     output_offset   y = output_offset + output_scale · u, with u the head's output: a number, or one per output.
     output_scale    Probabilities (softmax) are not scaled
     made            how the model was made, as short texts; kept in the bundle
-    backend, providers, cache_dir   how the trunk runs, see ``Trunk``
+    backend, providers, cache_dir, max_bytes   how the trunk runs, see ``Trunk``
     """
 
     def __init__(
@@ -65,9 +65,10 @@ class Model:
         backend: Backend = "auto",
         providers: Sequence[Any] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
-        file = trunk if isinstance(trunk, bytes) else read_bounded(trunk, MAX_TRUNK_BYTES)
-        how: dict[str, Any] = {"backend": backend, "providers": providers, "cache_dir": cache_dir}
+        file = trunk if isinstance(trunk, bytes) else read_bounded(trunk, max_bytes, "max_bytes")
+        how = _how(backend, providers, cache_dir, max_bytes)
         made = {"kbt_edge": _version(), **(made or {})}
         self._assemble(file, how, head, input_mean, input_scale, output_offset, output_scale, made)
 
@@ -273,16 +274,18 @@ class Model:
         backend: Backend = "auto",
         providers: Sequence[Any] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
+        max_bytes: int = MAX_BYTES,
     ) -> Model:
         """The model of a bundle: its folder, or the name of one that ships with the package.
 
         "cartpole" is rejected if a folder of that name holds a bundle too: write "./cartpole" or "kbt_edge:cartpole".
+        A trunk or a head's state of more than ``max_bytes`` is rejected: raise it for large networks that you trust.
         """
         folder = bundles.find(name_or_path)
-        found = bundles.read(folder)
+        found = bundles.read(folder, max_bytes)
         with _naming(folder / bundles.HEAD):
             head = Head.from_bytes(found.head)
-        how: dict[str, Any] = {"backend": backend, "providers": providers, "cache_dir": cache_dir}
+        how = _how(backend, providers, cache_dir, max_bytes)
         with _naming(folder / bundles.TRUNK):
             trunk = Trunk(found.trunk, **how)
             said = [(entry.name, entry.shape, entry.dtype) for entry in found.inputs], found.rows, found.d
@@ -401,6 +404,16 @@ class Model:
         if len(x) != len(names):
             raise ShapeError(f"x: expected {len(names)} inputs ({', '.join(names)}), got {len(x)}")
         return x
+
+
+def _how(
+    backend: Backend,
+    providers: Sequence[Any] | None,
+    cache_dir: str | os.PathLike[str] | None,
+    max_bytes: int,
+) -> dict[str, Any]:
+    """Arguments of the trunk, for it and its copies."""
+    return {"backend": backend, "providers": providers, "cache_dir": cache_dir, "max_bytes": max_bytes}
 
 
 def _again(

@@ -16,6 +16,7 @@ from kbt_edge.bench.board import Board, load_between
 from kbt_edge.bench.loops import Harness, LoopName, back_to_back, paced, stops
 from kbt_edge.bench.realtime import settings
 from kbt_edge.bench.workload import load
+from kbt_edge.onnxfile import MAX_BYTES
 from kbt_edge.trunk import Backend
 
 __all__ = ["Options", "measure"]
@@ -40,13 +41,14 @@ class Options:
     axes: Sequence[str] | None = None  # of a sweep
     baselines: bool = False
     seed: int = 0
+    max_bytes: int = MAX_BYTES
 
 
 def measure(options: Options, tell: Tell = silent) -> dict[str, Any]:
     """Measure, write JSON, pictures and an HTML report to ``options.out``, and return the figures."""
     board = Board()
     tell("loading the bundle ...")
-    work = load(options.bundle, options.backend, options.seed)
+    work = load(options.bundle, options.backend, options.seed, options.max_bytes)
     harness = Harness(board.clocksource(), board.machine)
     traces: list[pictures.Trace] = []
     result: dict[str, Any] = {

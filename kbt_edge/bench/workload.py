@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kbt_edge import _core
 from kbt_edge import bundle as bundles
 from kbt_edge.model import Model
+from kbt_edge.onnxfile import MAX_BYTES
 from kbt_edge.trunk import Backend
 
 __all__ = ["Workload", "load"]
@@ -31,9 +32,9 @@ class Workload:
     c_model: Model  # the model of the C loop, whose memory it uses
 
 
-def load(name: str, backend: Backend, seed: int) -> Workload:
+def load(name: str, backend: Backend, seed: int, max_bytes: int = MAX_BYTES) -> Workload:
     folder = bundles.find(name)
-    model, other = Model.load(name, backend=backend), Model.load(name, backend=backend)
+    model, other = (Model.load(name, backend=backend, max_bytes=max_bytes) for _ in range(2))
     rng = np.random.default_rng(seed)
     inputs = [_input(model, rng) for _ in range(SAMPLES)]
     targets = [_target(model, x, rng) for x in inputs]

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kbt_edge.bench import compare, sweep, tables
 from kbt_edge.bench.measure import Options, measure
-from kbt_edge.cli.terminal import add_backend, live
+from kbt_edge.cli.terminal import add_backend, add_max_bytes, live
 from kbt_edge.errors import RangeError
 
 __all__ = ["arguments", "run", "text"]
@@ -21,6 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("bundle", nargs="?", default="kbt_edge:cartpole", help="folder or name of the bundle (default: cartpole)")
     add_backend(parser)
+    add_max_bytes(parser)
     add("--steps", type=int, metavar="N", help="back-to-back steps (default: 20000, fewer if they take long)")
     add("--rate", type=float, metavar="HZ", help="also run a paced control loop at this rate")
     add(
@@ -50,6 +51,7 @@ def run(options: argparse.Namespace) -> Mapping[str, Any]:
         Options(
             bundle=options.bundle,
             backend=options.backend,
+            max_bytes=options.max_bytes,
             out=options.out,
             steps=options.steps,
             rate_hz=options.rate,

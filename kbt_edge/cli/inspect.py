@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kbt_edge.bundle import find
-from kbt_edge.cli.terminal import add_backend, add_bundle, progress
+from kbt_edge.cli.terminal import add_backend, add_bundle, add_max_bytes, progress
 from kbt_edge.model import Model
 from kbt_edge.results import Layer
 
@@ -20,12 +20,13 @@ __all__ = ["arguments", "described", "run", "text"]
 def arguments(parser: argparse.ArgumentParser) -> None:
     add_bundle(parser)
     add_backend(parser)
+    add_max_bytes(parser)
 
 
 def run(options: argparse.Namespace) -> Mapping[str, Any]:
     folder = find(options.bundle)
     progress(f"reading {folder} and starting its trunk ...")
-    return described(Model.load(options.bundle, backend=options.backend), folder)
+    return described(Model.load(options.bundle, backend=options.backend, max_bytes=options.max_bytes), folder)
 
 
 def text(result: Mapping[str, Any]) -> str:

@@ -6,9 +6,10 @@ import argparse
 import sys
 from typing import get_args
 
+from kbt_edge.onnxfile import MAX_BYTES
 from kbt_edge.trunk import Backend
 
-__all__ = ["add_backend", "add_bundle", "live", "progress"]
+__all__ = ["add_backend", "add_bundle", "add_max_bytes", "live", "progress"]
 
 
 def progress(message: str) -> None:
@@ -25,6 +26,16 @@ def live(line: str | None) -> None:
 
 def add_bundle(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", help="folder of a bundle, or the name of one that ships with the package")
+
+
+def add_max_bytes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-bytes",
+        type=int,
+        default=MAX_BYTES,
+        metavar="N",
+        help=f"reject a trunk or a state of more bytes (default {MAX_BYTES}); raise it for networks that you trust",
+    )
 
 
 def add_backend(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kbt_edge.cli.terminal import add_backend, add_bundle, progress
+from kbt_edge.cli.terminal import add_backend, add_bundle, add_max_bytes, progress
 from kbt_edge.errors import BundleError
 from kbt_edge.model import Model
 from kbt_edge.tune import tune
@@ -25,10 +25,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("samples", type=Path, help="a .npz file with arrays x and y, one row per sample")
     parser.add_argument("--out", type=Path, help="folder for the bundle with the chosen settings")
     add_backend(parser)
+    add_max_bytes(parser)
 
 
 def run(options: argparse.Namespace) -> Mapping[str, Any]:
-    model = Model.load(options.bundle, backend=options.backend)
+    model = Model.load(options.bundle, backend=options.backend, max_bytes=options.max_bytes)
     try:
         with np.load(options.samples, allow_pickle=False) as file:
             x, y = file["x"], file["y"]

@@ -73,9 +73,9 @@ SAME_TYPE: Final = _words(
 )
 
 
-def read_onnx(data: bytes) -> OnnxModel:
+def read_onnx(data: bytes, max_bytes: int = MAX_BYTES) -> OnnxModel:
     """Read ``data``, the content of an ONNX file, and reject what breaks a rule of this module."""
-    model = parse_onnx(data)
+    model = parse_onnx(data, max_bytes)
     _check_names(model.graph)
     _check_operators(model.graph)
     _check_work(model.graph)

@@ -26,8 +26,8 @@ from kbt_edge.errors import BundleError
 
 __all__ = ["ELEMENT_TYPES", "MAX_BYTES", "Graph", "Node", "OnnxModel", "Tensor", "Value", "parse_onnx"]
 
-# Far above any trunk that runs on a board. They bound the memory that a hostile file can use.
-MAX_BYTES: Final = 2**28
+# They bound the memory that a hostile file can use.
+MAX_BYTES: Final = 2**28  # unless the caller allows more
 MAX_PARTS: Final = 100_000  # of one kind in one message, e.g. the nodes of a graph
 MAX_FIELDS: Final = 200_000  # of the whole file
 MAX_RANK: Final = 64
@@ -105,10 +105,10 @@ class OnnxModel:
         return dict(sorted(Counter(node.operator for node in self.graph.nodes).items()))
 
 
-def parse_onnx(data: bytes) -> OnnxModel:
+def parse_onnx(data: bytes, max_bytes: int = MAX_BYTES) -> OnnxModel:
     """Read ``data``, the content of an ONNX file. External data, control flow and anything malformed is rejected."""
-    if len(data) > MAX_BYTES:
-        raise BundleError(f"ONNX file: expected at most {MAX_BYTES} bytes, got {len(data)}")
+    if len(data) > max_bytes:
+        raise BundleError(f"ONNX file: expected at most {max_bytes} bytes, got {len(data)}; max_bytes allows more")
     if data[4:8] == ORT_FORMAT:
         raise BundleError("ONNX file: expected protobuf, got bytes that onnxruntime would take for its own format")
     return _Reader().model(memoryview(data))

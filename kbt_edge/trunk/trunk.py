@@ -57,8 +57,8 @@ class Trunk:
     """``Trunk(file)``, with ``file`` a path or the bytes of an ONNX file; then ``trunk(x)``, ``trunk(source, target)``.
 
     ``providers`` are onnxruntime's and therefore choose that backend; ``cache_dir`` is where compiled trunks are kept
-    (default ``~/.cache/kbt_edge/trunks``). One object belongs to one thread, because its buffers are reused; make
-    another for another thread.
+    (default ``~/.cache/kbt_edge/trunks``). A file of more than ``max_bytes`` is rejected; raise it for a large network
+    that you trust. One object belongs to one thread, because its buffers are reused; make another for another thread.
     """
 
     def __init__(
@@ -68,13 +68,14 @@ class Trunk:
         backend: Backend = "auto",
         providers: Sequence[Any] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         if backend not in get_args(Backend):
             raise RangeError(f"backend: expected 'auto', 'compiled' or 'onnxruntime', got {backend!r}")
         if backend == "compiled" and providers is not None:
             raise RangeError("providers are onnxruntime's; they cannot be combined with backend='compiled'")
-        data = file if isinstance(file, bytes) else read_bounded(file, MAX_BYTES)
-        model = read_onnx(data)
+        data = file if isinstance(file, bytes) else read_bounded(file, max_bytes, "max_bytes")
+        model = read_onnx(data, max_bytes)
         self._sha256 = hashlib.sha256(data).hexdigest()
         self._operators = model.operators
         self._inputs = declared_inputs(model)

@@ -542,12 +542,12 @@ def test_a_sweep_leaves_out_what_would_not_fit_and_says_so(monkeypatch: pytest.M
     monkeypatch.setattr(sweep, "SECONDS", 0.002)
     harness = loops.Harness(None, "other")
     told = sweep.run(["d", "structure"], harness, 0, quiet)
-    assert {point["structure"] for point in told["points"]} == {"full", "neuron", "diagonal"}
+    assert {point["structure"] for point in told["points"]} == {"full", "neuron", "diagonal", "shared"}
     assert any("full float32: d = 64 left out" in note for note in told["notes"])
     flat = [point for point in told["points"] if "no hidden layer" in point["curve"]]
     assert [point["d"] for point in flat] == [4, 8, 16, 64]
     assert all(point["overhead_share"] <= 0.05 and point["bytes"] <= 2**20 for point in told["points"])
-    assert [fit["of"] for fit in told["exponents"]] == ["factors"] * 4
+    assert [fit["of"] for fit in told["exponents"]] == ["factors"] * 5
 
 
 def test_unknown_axes_are_rejected() -> None:

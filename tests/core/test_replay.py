@@ -443,7 +443,7 @@ def test_a_log_that_asks_for_a_huge_head_is_rejected_before_memory_is_taken(smal
     front = bytearray(small[:80])
     struct.pack_into("<Q", front, 32, 0)  # no records
     struct.pack_into("<Q", front, 48, 0)
-    record = 40 + 4 * ((1 << 15) * (D + 2) + 4)
+    record = 40 + 4 * ((1 << 15) * (D + 2) + 2)
     struct.pack_into("<I", front, 72, record)
     forged = bytes(front) + bytes(base)
     struct.pack_into("<Q", front, 8, len(forged))

@@ -26,6 +26,7 @@ import kbt_edge as kbt
 from kbt_edge import bundle as bundles
 from kbt_edge.bundle import Bundle, BundleInput
 from kbt_edge.errors import BundleError
+from kbt_edge.trunk import Trunk
 
 FILES = ("trunk.onnx", "head.kbt", "bundle.json")
 
@@ -259,7 +260,7 @@ JSON_CASES: list[tuple[Callable[[Any], Any], str]] = [
     (put("trunk", "sha256", "0" * 64), r"says trunk\.sha256 is 0{64}, the files say"),
     (put("trunk", "sha256", "../../trunk"), r"trunk\.sha256: expected the form"),
     (put("trunk", "bytes", -1), r"trunk\.bytes: expected an integer from 1"),
-    (put("trunk", "bytes", 10**12), r"trunk\.bytes: expected"),
+    (put("trunk", "bytes", 10**12), r"trunk\.onnx: expected at most max_bytes"),
     (put("trunk", "bytes", 1.0), r"trunk\.bytes: expected an integer"),
     (put("trunk", "bytes", 7), r"trunk\.onnx: bundle\.json says 7 bytes"),
     (put("trunk", "rows", 0), r"trunk\.rows: expected"),
@@ -445,7 +446,35 @@ def test_a_file_longer_than_declared_is_not_read(folder: Path, name: str) -> Non
 def test_a_declared_terabyte_is_not_read(folder: Path) -> None:
     os.truncate(folder / "trunk.onnx", 1 << 40)
     edited(folder, put("trunk", "bytes", 1 << 40))
-    rejected_with_memory_below(1 << 20, folder, r"trunk\.bytes: expected")
+    rejected_with_memory_below(1 << 20, folder, r"trunk\.onnx: expected at most max_bytes = \d+, got 1099511627776")
+    edited(folder, put("trunk", "bytes", 10**4000))
+    rejected_with_memory_below(1 << 20, folder, r"trunk\.onnx: expected at most max_bytes = \d+, got a huge integer")
+
+
+def test_the_limit_of_a_file_is_an_option(folder: Path) -> None:
+    sizes = [(folder / name).stat().st_size for name in FILES[:2]]
+    assert bundles.read(folder, max(sizes)) == bundles.read(folder)
+    small, large = (FILES[sizes.index(pick(sizes))] for pick in (min, max))
+    with pytest.raises(BundleError, match=rf"{large}: .* max_bytes = {max(sizes) - 1}, got {max(sizes)} .*larger"):
+        bundles.read(folder, max(sizes) - 1)
+    kbt.Model.load(folder, max_bytes=max(sizes))
+    for limit in (max(sizes) - 1, 0):
+        with pytest.raises(BundleError, match=rf"({large}|{small}): expected at most max_bytes"):
+            kbt.Model.load(folder, max_bytes=limit)
+    trunk = folder / "trunk.onnx"
+    size = trunk.stat().st_size
+    for file in (trunk, trunk.read_bytes()):
+        with pytest.raises(BundleError, match=f"expected at most {size - 1} bytes, .*max_bytes allows more"):
+            Trunk(file, backend="onnxruntime", max_bytes=size - 1)
+        assert Trunk(file, backend="onnxruntime", max_bytes=size).d == 3
+
+
+def test_a_copy_of_a_model_keeps_its_limit(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    model = kbt.Model.load(folder, max_bytes=1 << 30)
+    monkeypatch.setattr(Trunk.__init__, "__kwdefaults__", {**Trunk.__init__.__kwdefaults__, "max_bytes": 1})
+    with pytest.raises(BundleError, match="expected at most 1 bytes"):
+        Trunk(model.bundle().trunk)
+    copy.copy(model)
 
 
 def sealed(blob: bytearray) -> bytes:
