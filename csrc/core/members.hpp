@@ -181,10 +181,7 @@ class Members {
   void predict_row(const Store &s, Index a) {
     const T *const z = z_ + a * z_stride_, *const f = F_ + a * s.M * L;
     loops_->lanes.weigh(factor(s), f, f, c_ + a * L);
-    for (Index o = 0; o < s.O; ++o) {
-      VectorView<T> to = array(means_ + (a * s.O + o) * L, L);
-      loops_->columns_times(matrix<T>(s.W + o * s.M * L, s.M, L, L), array(static_cast<const T *>(z), s.M), to);
-    }
+    loops_->dot_lanes(s.M, s.O, s.W, z, means_ + a * s.O * L);
   }
   // (9.2)
   void mix_row(const Store &s, Index a) {

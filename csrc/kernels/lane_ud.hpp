@@ -357,6 +357,31 @@ int update_lanes(const LaneUD<T> &first, Index blocks, const RowUpdate<T> &row) 
   return static_cast<int>(sum_of_lanes(floored));
 }
 
+// out = sum_p x_p z_p lane by lane for P neighbouring x of M * kLanes numbers, p in order.
+template <int P, class T>
+KBT_INLINE void dot_sets(Index M, const T *x, const T *z, T *out) {
+  for (Index l = 0; l < kLanes; l += kWidth) {
+    Lanes<T> sum[P];
+    KBT_UNROLL_ALL
+    for (int j = 0; j < P; ++j) sum[j] = constant(T(0));
+    for (Index p = 0; p < M; ++p) {
+      const Lanes<T> zp = constant(z[p]);
+      KBT_UNROLL_ALL
+      for (int j = 0; j < P; ++j) sum[j] = sum[j] + load(x + (j * M + p) * kLanes + l) * zp;
+    }
+    KBT_UNROLL_ALL
+    for (int j = 0; j < P; ++j) store(out + j * kLanes + l, sum[j]);
+  }
+}
+template <class T>
+void dot_lanes(Index M, Index count, const T *x, const T *z, T *out) {
+  Index o = 0;
+  for (; kSets > 1 && o + kSets <= count; o += kSets) {
+    dot_sets<kSets>(M, x + o * M * kLanes, z, out + o * kLanes);
+  }
+  for (; o < count; ++o) dot_sets<1>(M, x + o * M * kLanes, z, out + o * kLanes);
+}
+
 // y += a x lane by lane
 template <class T>
 void add_lanes(Index M, T *y, const T *a, const T *x) {

@@ -34,6 +34,7 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 constexpr int kSets = kVectors ? 4 : 1;  // factors or sets of lanes that one loop works on
+constexpr Index kWideRow = 512;          // columns from which on a matrix is read row by row
 constexpr Index kRows = 4;               // rows of one factor that one loop works on
 
 // ---- Vec -----------------------------------------------------------------------------------------------------------

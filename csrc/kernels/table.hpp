@@ -33,6 +33,7 @@ struct Table {
                           T *mean);
   // lane_ud.hpp and column_ud.hpp
   void (*project_lanes)(const LaneUD<T> &first, Index blocks, const T *z, T *f, Index f_stride);
+  void (*dot_lanes)(Index M, Index count, const T *x, const T *z, T *out);
   void (*project_rows)(const LaneUD<T> &s, Index rows, const T *z, Index z_stride, T *f);
   void (*forward_lanes)(const LaneUD<T> &first, Index blocks, const T *z, T *f, T *var, T *out);
   void (*rank_one_before)(const LaneUD<T> &s, const T *f, const T *lambda, const T *share, T *memory, const T *next_z,
@@ -58,6 +59,7 @@ constexpr Table<T> kTable = {{weigh_lanes<T>, gain_lanes<T>, diagonal_times_lane
                              relu_units<T>,
                              update_variances<T>,
                              project_lanes<T>,
+                             dot_lanes<T>,
                              project_rows<T>,
                              forward_lanes<T>,
                              rank_one_before<T>,
