@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "settings.hpp"
+#include "views.hpp"
 
 namespace kbt {
 
@@ -12,7 +13,7 @@ inline bool within(double x, double low, double high) {
 }  // false for NaN
 
 // Name of the first setting that is out of range or contradicts another; NULL if none.
-inline const char *bad_setting(const kbt_config &cfg) {
+KBT_SELDOM inline const char *bad_setting(const kbt_config &cfg) {
   constexpr int kWidest = 1 << 20;
   constexpr double kLargest = 1e12, kSmallest = 1e-30;
 #ifdef KBT_NO_FLOAT64
@@ -59,7 +60,7 @@ inline const char *bad_setting(const kbt_config &cfg) {
 
 // Unused entries of the fixed arrays are zeroed, so that equal configurations have equal bytes. Automatic settings are
 // filled in.
-inline kbt_config canonical(const kbt_config &given) {
+KBT_SELDOM inline kbt_config canonical(const kbt_config &given) {
   kbt_config cfg = given;
   cfg.covariance = covariance_of(given);
   if (cfg.rule == KBT_REPLACE && cfg.drift < 0.0) cfg.drift = 0.0;  // its likelihood weighs nothing

@@ -122,7 +122,7 @@ inline kbt_verdict members_verdict(const kbt_watch &watch, const kbt_health &hea
 }
 
 template <class T>
-kbt_health judge(const Head<T> &head) {
+KBT_SELDOM kbt_health judge(const Head<T> &head) {
   const kbt_watch &watch = head.watch;
   const bool softmax = head.cfg.output == KBT_SOFTMAX;
   const Truncated kept(softmax ? 0.0 : head.cfg.gate, watch.K);

@@ -118,7 +118,7 @@ inline std::uint32_t version_of(const kbt_config &cfg) {
 
 // Calls visit(field) for every number of a configuration, in the order of the format.
 template <class Config, class Visit>
-void visit_config(Config &cfg, std::uint32_t version, Visit visit) {
+KBT_SELDOM void visit_config(Config &cfg, std::uint32_t version, Visit visit) {
   for (auto *x : {&cfg.dtype, &cfg.layers}) visit(*x);
   for (auto &width : cfg.widths) visit(width);
   for (auto *x :
@@ -150,7 +150,7 @@ inline void read_config(Reader &in, std::uint32_t version, kbt_config &cfg) {
 
 // Calls visit(value) for every learned number of a layer, in the order of the format.
 template <class T, class Mean, class Variance, class Correlation>
-void visit_layer(const Posterior<T> &w, Mean mean, Variance variance, Correlation correlation) {
+KBT_SELDOM void visit_layer(const Posterior<T> &w, Mean mean, Variance variance, Correlation correlation) {
   for (Index j = 0; j < w.n; ++j) {
     for (Index p = 0; p < w.M1; ++p) mean(w.mean[p * w.stride + j]);
   }
@@ -164,7 +164,7 @@ void visit_layer(const Posterior<T> &w, Mean mean, Variance variance, Correlatio
 
 // Everything after the header, and unless more follows, the end.
 template <class T>
-void write_body(const Head<T> &head, Writer &out, bool last = true) {
+KBT_SELDOM void write_body(const Head<T> &head, Writer &out, bool last = true) {
   write_config(out, head.cfg);
   out.integer(head.samples);
   const Index noise_count = head.noise().count();
@@ -258,7 +258,7 @@ inline double member_numbers(const kbt_config &cfg) {
 }
 
 // Bytes of a state with this configuration and this many numbers of noise, as a double, which cannot wrap around.
-inline double state_bytes(const kbt_config &cfg, double noise_count, std::uint32_t version) {
+KBT_SELDOM inline double state_bytes(const kbt_config &cfg, double noise_count, std::uint32_t version) {
   const double real = cfg.dtype == KBT_FLOAT64 ? 8.0 : 4.0;
   std::size_t config = 0;
   visit_config(cfg, version, [&](auto x) { config += sizeof x; });
@@ -310,7 +310,7 @@ bool read_layer(const Posterior<T> &w, Reader &in, Take take) {
 
 // Two passes over the same bytes: the first checks, the second writes.
 template <class T>
-kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size) {
+KBT_SELDOM kbt_status read_state(Head<T> &head, const unsigned char *blob, std::size_t size) {
   kbt_config cfg{};
   std::uint32_t version = 0;
   const kbt_status status = read_header(blob, size, cfg, version);

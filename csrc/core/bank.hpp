@@ -26,7 +26,7 @@ class Bank {
 
   // ---- arena -------------------------------------------------------------------------------------------------------
 
-  void plan_learned(const kbt_config &cfg, Arena &arena) {
+  KBT_SELDOM void plan_learned(const kbt_config &cfg, Arena &arena) {
     cfg_ = &cfg;
     count_ = has_bank(cfg) ? kMost : 1;
     for (Index k = 0; k < count_; ++k) filters_[k].plan_learned(cfg, static_cast<int>(k), arena);
@@ -90,7 +90,7 @@ class Bank {
     for (Index k = 0; k < count_; ++k) found = found && filters_[k].noise_in_range(values, count);
     return found;
   }
-  void set_noise(const T *values, Index count) {
+  KBT_SELDOM void set_noise(const T *values, Index count) {
     for (Index k = 0; k < count_; ++k) filters_[k].set_noise(values, count);
     if (!several()) return;
     const NoiseModel<T> &noise = filters_[0].noise();
@@ -195,7 +195,7 @@ class Bank {
   // Calls value(x), variance(x) or noise(x) for each number that a bank keeps beside its filters. `matrix`: whether its
   // noise is one, which a bank that is being read does not know yet.
   template <class Value, class Variance, class Noise>
-  void visit_extra(bool matrix, Value value, Variance variance, Noise noise) const {
+  KBT_SELDOM void visit_extra(bool matrix, Value value, Variance variance, Noise noise) const {
     for (Index k = 0; k < kRegular; ++k) value(evidence_.log_weights[k]);
     for (Index i = 0; i < Weights::kBook; ++i) value(evidence_.book[i]);
     for (Index k = 0; k < kMost; ++k) variance(ages_[k]);

@@ -70,7 +70,7 @@ class Filter : public FilterParts<T> {
     set_prior_means(layers_, layers(), weight, bias, seed);
   }
 
-  void set_means(const void *const *means) {
+  KBT_SELDOM void set_means(const void *const *means) {
     reset();
     for (Index i = 0; i < layers(); ++i) {
       Posterior<T> &w = layers_[i].w;
@@ -82,7 +82,7 @@ class Filter : public FilterParts<T> {
   }
 
   // A posterior in units of the noise goes with it.
-  void set_noise(const T *values, Index count) {
+  KBT_SELDOM void set_noise(const T *values, Index count) {
     const bool scales = scales_with_noise() && !noise_.matrix;
     if (scales) array(noise_.scratch, outputs()) = array(static_cast<const T *>(noise_.values), outputs());
     noise_.set(values, count);

@@ -199,7 +199,7 @@ class FilterParts {
     for (const Piece &piece : pieces) *piece.at = arena.take<T>(piece.count);
   }
 
-  void plan_layers(Arena &arena) {
+  KBT_SELDOM void plan_layers(Arena &arena) {
     const Index rows = cfg_->max_rows, rank = rows * outputs();
     for (Index i = 0; i < layers(); ++i) {
       Layer<T> &layer = layers_[i];
@@ -237,7 +237,7 @@ class FilterParts {
                  {&work_.O, sizes.O}});
   }
 
-  void plan_measurement(Arena &arena) {
+  KBT_SELDOM void plan_measurement(Arena &arena) {
     const Index rows = cfg_->max_rows, rank = rows * outputs();
     const Index square = apart() ? rows * rows : Measurement<T>::square_count(rows, outputs());
     take(arena, {{&measurement_.mean, rank},

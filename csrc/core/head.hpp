@@ -16,7 +16,7 @@ class Head : public kbt_head {
   // ---- arena -------------------------------------------------------------------------------------------------------
 
   // Lays the head out behind itself. Without a base only the sizes are computed.
-  void plan(const kbt_config &config, Arena &arena) {
+  KBT_SELDOM void plan(const kbt_config &config, Arena &arena) {
     cfg = config;
     const std::size_t start = arena.used();
     const Index rows = cfg.max_rows, noise = NoiseModel<T>::capacity(cfg.noise, outputs());
@@ -122,7 +122,7 @@ class Head : public kbt_head {
 
   // ---- prior and noise ---------------------------------------------------------------------------------------------
 
-  void set_prior(const T *weight, const T *bias, std::uint64_t seed) {
+  KBT_SELDOM void set_prior(const T *weight, const T *bias, std::uint64_t seed) {
     if (has_members()) {
       set_first_weights([&](Index o, Index p) {
         return p < inputs() ? weight[o * inputs() + p] : (bias != nullptr ? bias[o] : T(0));
@@ -133,7 +133,7 @@ class Head : public kbt_head {
     restart();
   }
 
-  void set_means(const void *const *means) {
+  KBT_SELDOM void set_means(const void *const *means) {
     if (has_members()) {
       const T *from = static_cast<const T *>(means[0]);
       set_first_weights([&](Index o, Index p) { return from[o * (inputs() + 1) + p]; });
@@ -146,7 +146,7 @@ class Head : public kbt_head {
   bool noise_in_range(const T *values, Index count) const {
     return has_members() || bank_.noise_in_range(values, count);
   }
-  void set_noise(const T *values, Index count) {
+  KBT_SELDOM void set_noise(const T *values, Index count) {
     if (has_members()) {
       noise_.set(values, count);
       for (Index i = 0; i < outputs(); ++i) noise_.values[i] = noise_.variance(i);  // a matrix counts by its variances
@@ -245,7 +245,7 @@ class Head : public kbt_head {
       for (Index p = 0; p < w.M1; ++p) mean[j * w.M1 + p] = w.mean[p * w.stride + j];
     }
   }
-  void read_cov(Index layer, T *cov) const {
+  KBT_SELDOM void read_cov(Index layer, T *cov) const {
     if (has_members()) return store_.read_cov(cfg.covariance == KBT_FULL, cov);
     const Posterior<T> &w = bank_.leading().weights(layer);
     const bool shared = w.structure == KBT_SHARED;

@@ -77,7 +77,7 @@ struct MemberStore : Evidence<T, 6> {
   // Calls variance(x) for each number that cannot be negative, noise(x) for each variance of noise, and value(x) for
   // the others.
   template <class Value, class Variance, class Noise>
-  void visit(Value value, Variance variance, Noise noise) const {
+  KBT_SELDOM void visit(Value value, Variance variance, Noise noise) const {
     const auto all = [](T *x, Index n, auto f) {
       for (Index i = 0; i < n; ++i) f(x[i]);
     };
@@ -184,7 +184,7 @@ struct MemberStore : Evidence<T, 6> {
       for (Index p = 0; p < M; ++p) to[o * M + place(p)] = mean(w, o, p);
     }
   }
-  void read_cov(bool whole, T *to) const {
+  KBT_SELDOM void read_cov(bool whole, T *to) const {
     T w[L];
     this->weights(w);
     for (Index o = 0; o < O; ++o) {

@@ -20,7 +20,7 @@ class Members {
   static constexpr Index L = kLanes;
 
   // Scratch of one prediction. The learned numbers are in the store.
-  void plan(Arena &arena, const Store &store, Index rows) {
+  KBT_SELDOM void plan(Arena &arena, const Store &store, Index rows) {
     const Index M = store.M, O = store.O;
     outputs_ = O;
     z_stride_ = padded(M);

@@ -18,7 +18,7 @@ T uniform(std::uint64_t &state) {  // SplitMix64, mapped to (-1, 1)
 
 // weight: d_o x d, bias: d_o or null; spare hidden neurons are drawn from `seed`.
 template <class T>
-void set_prior_means(Layer<T> *layers, Index count, const T *weight, const T *bias, std::uint64_t seed) {
+KBT_SELDOM void set_prior_means(Layer<T> *layers, Index count, const T *weight, const T *bias, std::uint64_t seed) {
   const Index d = layers[0].w.M1 - 1;
   for (Index i = 0; i < count; ++i) {
     Posterior<T> &w = layers[i].w;

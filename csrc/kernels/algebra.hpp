@@ -96,18 +96,18 @@ void columns_times(const MatrixView<T> &W, const ConstVectorView<T> &z, VectorVi
   const Index rows = W.rows(), columns = W.cols(), stride = W.outerStride();
   if (kVectors && columns >= kWideRow) return wide_columns_times(W, z, u);
   Index j = 0;
-  for (; kVectors && j + kSets * kLanes <= columns; j += kSets * kLanes) {
-    Lanes<T> sum[kSets];
+  for (; kVectors && j + kSets<T> * kLanes <= columns; j += kSets<T> * kLanes) {
+    Lanes<T> sum[kSets<T>];
     KBT_UNROLL_ALL
-    for (int i = 0; i < kSets; ++i) sum[i] = constant(T(0));
+    for (int i = 0; i < kSets<T>; ++i) sum[i] = constant(T(0));
     const T *row = W.data() + j;
     for (Index p = 0; p < rows; ++p, row += stride) {
       const Lanes<T> zp = constant(z.data()[p]);
       KBT_UNROLL_ALL
-      for (int i = 0; i < kSets; ++i) sum[i] = sum[i] + load(row + i * kLanes) * zp;
+      for (int i = 0; i < kSets<T>; ++i) sum[i] = sum[i] + load(row + i * kLanes) * zp;
     }
     KBT_UNROLL_ALL
-    for (int i = 0; i < kSets; ++i) store(u.data() + j + i * kLanes, sum[i]);
+    for (int i = 0; i < kSets<T>; ++i) store(u.data() + j + i * kLanes, sum[i]);
   }
   for (; columns >= kLanes && j < columns; j += kWidth) {
     Lanes<T> sum = constant(T(0));

@@ -38,8 +38,8 @@ KBT_INLINE void put(T *to, const Number<T, W> &x) {
 // lambda may be negative in some lanes: there alpha_q = 1 - lambda sum_{i>q} f_i v_i, summed from the far end, so that
 // again only positive terms are added. Only `replace` needs it.
 template <class T, Index W>
-__attribute__((noinline)) void scale_with_growth(const UD<T, W> &s, const T *f, const T *lambda, const T *share,
-                                                 const Step<T, W> &step) {
+KBT_SELDOM void scale_with_growth(const UD<T, W> &s, const T *f, const T *lambda, const T *share,
+                                  const Step<T, W> &step) {
   for (Index l = 0; l < W; ++l) {
     T *const v = step.v + l, *const k = step.k + l, *const alpha = step.alpha + l, *const d = s.d + l;
     alpha[0] = share[l];

@@ -84,8 +84,8 @@ KBT_INLINE void project_sets(const LaneUD<T> &first, Index set, const T *z, Inde
 template <class T>
 void project_lanes(const LaneUD<T> &first, Index blocks, const T *z, T *f, Index f_stride) {
   Index b = 0;
-  for (; kSets > 1 && b + kSets <= blocks && f_stride == first.M * kLanes; b += kSets) {
-    project_sets<kSets, 1>(first, b, z, 0, f + b * f_stride, 0);
+  for (; kSets < T >> 1 && b + kSets<T> <= blocks && f_stride == first.M * kLanes; b += kSets<T>) {
+    project_sets<kSets<T>, 1>(first, b, z, 0, f + b * f_stride, 0);
   }
   for (; b < blocks; ++b) project_sets<1, 1>(first, b, z, 0, f + b * f_stride, 0);
 }
@@ -93,7 +93,7 @@ void project_lanes(const LaneUD<T> &first, Index blocks, const T *z, T *f, Index
 // f = U^T z of one factor for several z, one f behind the other.
 template <class T>
 void project_rows(const LaneUD<T> &s, Index rows, const T *z, Index z_stride, T *f) {
-  constexpr int R = kVectors ? 2 : 1;
+  constexpr int R = kMany<T> ? 2 : 1;
   const Index length = s.M * kLanes;
   Index a = 0;
   for (; R > 1 && a + R <= rows; a += R) project_sets<1, R>(s, 0, z + a * z_stride, z_stride, f + a * length, length);
@@ -199,7 +199,7 @@ KBT_INLINE T *pass_rows(T *u, Index left, const T *v, const Lanes<T> &rate, T *t
   }
   const T *vq = v + kRows * kRun;
   const Index count = (left - kRows) * W;
-  f += kRows * W;
+  if (kNext) f += kRows * W;
   for (Index n = 0; n < count; n += W, vq += kRun) {
     const Lanes<T> v_n = load(vq), k_n = load(vq + W);
     Lanes<T> sum = kNext ? load(f + n) : v_n;
@@ -233,7 +233,7 @@ KBT_INLINE void pass_lanes(const LaneUD<T> &first, Index set, const T *v_first, 
       rate[j] = kMean ? load_any(r + j * W + l) : constant(T(0));
     }
     Index p = 0;
-    if constexpr (P == 1 && kVectors) {
+    if constexpr (P == 1 && kMany<T>) {
       for (; p + kRows < first.M; p += kRows, v += kRows * kRun) {
         row[0] = pass_rows<kMean, false, T>(row[0], first.M - p, v, rate[0], to + p * to_stride, to_stride, nullptr,
                                             nullptr);
@@ -284,7 +284,7 @@ void rank_one_lanes(const LaneUD<T> &s, const T *f, const T *lambda, const T *sh
 template <class T>
 void rank_one_before(const LaneUD<T> &s, const T *f, const T *lambda, const T *share, T *memory, const T *next_z,
                      T *next_f) {
-  if (!kVectors || next_z == nullptr) {
+  if (!kMany<T> || next_z == nullptr) {
     rank_one_lanes(s, f, lambda, share, false, memory);
     if (next_z != nullptr) project_sets<1, 1>(s, 0, next_z, 0, next_f, 0);
     return;
@@ -352,7 +352,7 @@ template <class T>
 int update_lanes(const LaneUD<T> &first, Index blocks, const RowUpdate<T> &row) {
   Lanes<T> floored = constant(T(0));
   Index b = 0;
-  for (; kSets > 1 && b + kSets <= blocks; b += kSets) update_sets<kSets>(first, b, row, floored);
+  for (; kSets < T >> 1 && b + kSets<T> <= blocks; b += kSets<T>) update_sets<kSets<T>>(first, b, row, floored);
   for (; b < blocks; ++b) update_sets<1>(first, b, row, floored);
   return static_cast<int>(sum_of_lanes(floored));
 }
@@ -376,8 +376,8 @@ KBT_INLINE void dot_sets(Index M, const T *x, const T *z, T *out) {
 template <class T>
 void dot_lanes(Index M, Index count, const T *x, const T *z, T *out) {
   Index o = 0;
-  for (; kSets > 1 && o + kSets <= count; o += kSets) {
-    dot_sets<kSets>(M, x + o * M * kLanes, z, out + o * kLanes);
+  for (; kSets < T >> 1 && o + kSets<T> <= count; o += kSets<T>) {
+    dot_sets<kSets<T>>(M, x + o * M * kLanes, z, out + o * kLanes);
   }
   for (; o < count; ++o) dot_sets<1>(M, x + o * M * kLanes, z, out + o * kLanes);
 }

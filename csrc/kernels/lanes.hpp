@@ -33,9 +33,13 @@ constexpr int kVectorBytes = 32;
 #else
 constexpr int kVectorBytes = 16;
 #endif
-constexpr int kSets = kVectors ? 4 : 1;  // factors or sets of lanes that one loop works on
-constexpr Index kWideRow = 512;          // columns from which on a matrix is read row by row
-constexpr Index kRows = 4;               // rows of one factor that one loop works on
+// Factors or sets of lanes that one loop works on.
+template <class T>
+constexpr int kSets = kVectors ? (sizeof(T) == sizeof(float) ? 4 : 2) : 1;
+constexpr Index kWideRow = 512;  // columns from which on a matrix is read row by row
+constexpr Index kRows = 4;       // rows of one factor that one loop works on, where T is float
+template <class T>
+constexpr bool kMany = kVectors && sizeof(T) == sizeof(float);
 
 // ---- Vec -----------------------------------------------------------------------------------------------------------
 

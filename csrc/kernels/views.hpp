@@ -22,6 +22,7 @@
 #endif
 
 #define KBT_INLINE inline __attribute__((always_inline))
+#define KBT_SELDOM __attribute__((cold, noinline))  // not once per sample: small rather than fast
 
 namespace kbt {
 
