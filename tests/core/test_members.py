@@ -87,6 +87,29 @@ def test_a_change_is_dated_in_samples_with_several_rows_too() -> None:
     assert abs(head.changes[0].sample - before) <= 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("d", [1, 2, 3, 4, 7, 8, 21])
+def test_rows_of_one_update_are_learned_as_separate_samples_to_the_bit(d: int, dtype: str) -> None:
+    """Through surprises, fresh members in the middle of an update, and widths that no group of rows divides."""
+    rng, rows, count = np.random.default_rng(d), 11, 90
+    together, apart = (
+        kbt.Head(np.zeros((3, d)), max_rows=most, dtype=dtype)  # type: ignore[arg-type]
+        for most in (rows, 1)
+    )
+    changed = 0
+    for step in range(count):
+        plant = np.ones((3, d)) * (1 + 4 * (step >= count // 2))
+        h, y = linear(rng, plant, int(rng.integers(1, rows + 1)))
+        if step % 7 == 3:
+            y[-1] += 50.0
+        changed += together.update(h, y).changed is not None
+        learn(apart, h, y)
+        assert together.means[0].tobytes() == apart.means[0].tobytes()
+        assert together.noise_var.tobytes() == apart.noise_var.tobytes()
+        assert together.layers[0].cov.tobytes() == apart.layers[0].cov.tobytes()
+    assert changed
+
+
 def test_the_still_member_is_ridge_regression() -> None:
     """Its robust weight is 1 here: the targets are near the readout, and the prior is wide."""
     rng, R = np.random.default_rng(1), NOISE**2
