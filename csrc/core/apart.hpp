@@ -54,6 +54,7 @@ struct Apart {
       adjoint.B(0, 0)[i] = inverse;
       adjoint.share[i] = kept(i) / root / root;
     }
+    for (Index i = m.n; !shared && i < adjoint.stride; ++i) adjoint.share[i] = T(1);  // of lanes without an output
   }
 
   // ---- softmax -----------------------------------------------------------------------------------------------------

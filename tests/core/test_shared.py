@@ -84,6 +84,18 @@ def test_most_random_cases_are_plain_regression() -> None:
     assert plain > 140
 
 
+@pytest.mark.parametrize("outputs", [2, 7, 8, 9, 17])
+@pytest.mark.parametrize("settings", [{"noise": "constant"}, {"noise": "adaptive"}, {"output": "softmax"}])
+def test_nothing_is_floored_where_outputs_do_not_fill_the_lanes(settings: dict[str, Any], outputs: int) -> None:
+    rng = np.random.default_rng(outputs)
+    for covariance in ("neuron", "shared"):
+        head = kbt.Head(np.zeros((outputs, 4)), covariance=covariance, drift=0.0, **settings)
+        for _ in range(20):
+            target = int(rng.integers(outputs)) if "output" in settings else rng.normal(size=outputs)
+            head.update(rng.normal(size=4), target)
+        assert head.counters.floored == 0
+
+
 def test_a_random_walk_is_the_same_too() -> None:
     settings, weight, stream = random_case(3)
     settings.pop("forgetting", None)
