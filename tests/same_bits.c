@@ -228,6 +228,23 @@ int main(void) {
   cfg.max_rows = 2;
   report("moment", cfg, n / 50);
 
+  cfg = with_widths(7, 3, 0, 0);
+  cfg.noise = KBT_NOISE_ADAPTIVE;
+  cfg.max_rows = 3;
+  report("shared", cfg, n / 10);
+
+  cfg = with_widths(7, 3, 0, 0);
+  cfg.output = KBT_SOFTMAX;
+  cfg.noise = KBT_NOISE_MULTINOMIAL;
+  cfg.softmax_order = 0;
+  cfg.covariance = KBT_SHARED;
+  cfg.max_rows = 2;
+  report("shared-classes", cfg, n / 10);
+
+  cfg = with_widths(1, 2, 3, 0);
+  cfg.noise = KBT_NOISE_ADAPTIVE;
+  report("behind-few", cfg, n / 50);
+
   kbt_config_default(&cfg, 16, 1);
   report("watchful", cfg, n);
 

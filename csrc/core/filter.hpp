@@ -13,8 +13,8 @@ template <class T>
 class Filter : public FilterParts<T> {
   using Parts = FilterParts<T>;
   using Parts::adapts_, Parts::adjoint_, Parts::cfg_, Parts::cov_, Parts::kind_, Parts::layers_, Parts::log_likelihood_;
-  using Parts::apart, Parts::cov_out, Parts::dense_output, Parts::fuse, Parts::has_other_cov, Parts::has_own_noise,
-      Parts::input_cov, Parts::learns_noise;
+  using Parts::apart, Parts::narrow, Parts::through_, Parts::rank_of, Parts::cov_out, Parts::dense_output, Parts::fuse,
+      Parts::has_other_cov, Parts::has_own_noise, Parts::input_cov, Parts::learns_noise;
   using Parts::judge_noise, Parts::mean_noise, Parts::noise_known, Parts::output_var, Parts::prior_of, Parts::robust,
       Parts::scales_with_noise, Parts::softmax_output;
   using Parts::measurement_, Parts::nis_, Parts::noise_, Parts::noise_given_, Parts::other_cov_, Parts::other_z_,
@@ -106,7 +106,11 @@ class Filter : public FilterParts<T> {
       Layer<T> &layer = layers_[i];
       const Cov<T> out = cov_out(i, rows);
       const bool last = i == layers() - 1;
-      forward_layer(layer, certain ? nullptr : &in, out, last && noise_known());
+      if (last && narrow()) {
+        forward_narrow(layer, in, out);
+      } else {
+        forward_layer(layer, certain ? nullptr : &in, out, last && noise_known());
+      }
       if (!all_finite(u_, rows * layer.w.stride) || !all_finite(out.data, out.count())) return KBT_E_RANGE;
       keep_variances(out, variances_[i]);
       if (last && !outputs_in_range(rows)) return KBT_E_RANGE;
@@ -131,7 +135,7 @@ class Filter : public FilterParts<T> {
     for (Index i = 0; i < K; ++i) mean[i] = measurement_.mean[i];
     if (total_var == nullptr) return;
     const bool of_labels = matches_moments(*cfg_);  // then the noise is all of the variance
-    const T *const dense = apart() || of_labels ? nullptr : dense_cov();
+    const T *const dense = apart() || narrow() || of_labels ? nullptr : dense_cov();
     for (Index i = 0; i < K; ++i) {
       T own = T(0);
       if (!of_labels) own = dense != nullptr ? dense[i * K + i] : output_var(i / outputs(), i % outputs());
@@ -143,6 +147,10 @@ class Filter : public FilterParts<T> {
   // move together, rounding error is left and can be negative: it counts as zero, and so do its covariances.
   void add_cov(T weight, T *cov) {
     if (apart()) return add_cov_apart(weight, cov);
+    if (narrow()) {
+      const Layer<T> &layer = layers_[layers() - 1];
+      return through_.add_cov(layer.loops, layer.w.mean, units_cov(), weight, cov);
+    }
     const Index K = rows_ * outputs();
     const T *const dense = dense_cov();
     const auto known = [&](Index i) { return dense[i * K + i] > T(0); };
@@ -154,14 +162,15 @@ class Filter : public FilterParts<T> {
   void add_var(T weight, T *var) {
     const Index n = outputs(), K = rows_ * n;
     const bool labels = apart() && softmax_output();
-    const T *const dense = apart() ? nullptr : dense_cov();
+    const T *const dense = apart() || narrow() ? nullptr : dense_cov();
     const Cov<T> own = cov_out(0, rows_);
     const Apart<T> seen = outputs_at(own);
     for (Index a = 0; a < rows_; ++a) {
       typename Apart<T>::Others rest{};
       if (labels) rest = seen.others(a, a);
       for (Index i = 0; i < n; ++i) {
-        const T x = labels             ? seen.label_cov(a, i, a, i, rest)
+        const T x = narrow()           ? output_var(a, i)
+                    : labels           ? seen.label_cov(a, i, a, i, rest)
                     : dense == nullptr ? seen.unit(i) * seen.variance(a, a, i)
                                        : dense[(a * n + i) * (K + 1)];
         var[a * n + i] += weight * (x > T(0) ? x : T(0));
@@ -177,9 +186,8 @@ class Filter : public FilterParts<T> {
     const Index rank = rows_ * outputs(), last = layers() - 1;
     Adjoint<T> adjoints[KBT_MAX_LAYERS];
     set_adjoints(adjoints);
-    const Adjoint<T> &top = adjoints[last];
     const Noise<T> R = noise_.of_call(given, given_count);
-    measure(y, R, top);
+    measure(y, R, adjoints);
     nis_ = measurement_.nis;
     log_likelihood_ = measurement_.log_likelihood;
     if (measurement_.floored < 0) return KBT_E_RANGE;
@@ -187,10 +195,12 @@ class Filter : public FilterParts<T> {
     weight_ = T(1);
     if (robust() && nis_ > T(kHuber) * T(rank)) {  // (8.3)
       weight_ = T(kHuber) * T(rank) / nis_;
-      measure(y, noise_.scaled(R, T(1) / weight_), top);
+      measure(y, noise_.scaled(R, T(1) / weight_), adjoints);
       if (measurement_.floored < 0 || !is_finite(measurement_.nis)) return KBT_E_RANGE;
     }
-    for (Index i = last; i > 0; --i) layers_[i].adjoint_backward(adjoints[i], adjoints[i - 1], relu_[i - 1].gates);
+    for (Index i = narrow() ? last - 1 : last; i > 0; --i) {
+      layers_[i].adjoint_backward(adjoints[i], adjoints[i - 1], relu_[i - 1].gates);
+    }
     for (Index i = 0; i <= last; ++i) {
       if (!steps_in_range(i, adjoints[i])) return KBT_E_RANGE;
     }
@@ -242,6 +252,20 @@ class Filter : public FilterParts<T> {
     if (keep_other) keep_other_cov(out);
     layer.weight_cov_forward(out, work_);
   }
+  // Of the last layer behind few units: its variances alone.
+  void forward_narrow(Layer<T> &layer, const Cov<T> &in, const Cov<T> &out) {
+    layer.mean_forward(1, u_);
+    fill(out.data, T(0), out.count() + kLanes);
+    layer.input_trace_forward(in, out, work_);
+    const Index n = outputs();
+    VectorView<T> var = array(out.data, n), traces = array(through_.traces, n), own = array(through_.own, n);
+    traces = var;
+    layer.weight_cov_forward(out, work_);
+    own = var;
+    through_.add_shared(layer.loops, layer.w.mean, in, out.data);
+  }
+  Cov<T> units_cov() const { return cov_out(layers() - 2, 1); }
+
   // The part of the output covariance that the last layer's weights do not cause.
   void keep_other_cov(const Cov<T> &out) {
     const Index K = out.rows * outputs();
@@ -288,17 +312,40 @@ class Filter : public FilterParts<T> {
   void set_adjoints(Adjoint<T> *adjoints) const {
     const T *rho = fuse() ? measurement_.innovation : nullptr;  // whitened by then
     for (Index i = 0; i < layers(); ++i) {
-      const T *N = i == layers() - 1 && noise_known() ? measurement_.N : nullptr;
-      adjoints[i] = {adjoint_[i], measurement_.signs, rho, N, nullptr, rows_ * outputs(), rows_, layers_[i].w.stride};
+      const bool last = i == layers() - 1;
+      const T *N = last && noise_known() ? measurement_.N : nullptr;
+      T *const share = last && narrow() ? through_.share : nullptr;
+      adjoints[i] = {adjoint_[i], measurement_.signs, rho, N, share, rank_of(i, rows_), rows_, layers_[i].w.stride};
     }
   }
-  void measure(const T *y, const Noise<T> &R, const Adjoint<T> &top) {
+  void measure(const T *y, const Noise<T> &R, const Adjoint<T> *adjoints) {
+    const Adjoint<T> &top = adjoints[layers() - 1];
     fill(top.data, T(0), top.count());
+    if (narrow()) return measure_narrow(y, R, top, adjoints[layers() - 2]);
     if (fuse()) {
       measurement_.fuse(output_cov(), y, R, cfg_->output, cfg_->noise, noise_known(), top);
     } else {
       measurement_.replace(output_cov(), y, R, top);
     }
+  }
+  // The adjoint of the last layer, and of the units in front of it, behind their ReLU.
+  void measure_narrow(const T *y, const Noise<T> &R, const Adjoint<T> &top, const Adjoint<T> &units) {
+    const Layer<T> &layer = layers_[layers() - 1];
+    const Index m = units.rank;
+    const T *const gates = relu_[layers() - 2].gates;
+    fill(units.data, T(0), units.count());
+    through_.measure(layer.loops, layer.w.mean, units_cov(), measurement_.mean, y, R.values, top.r(0), units.B(0, 0),
+                     units.stride);
+    for (Index p = 0; p < m; ++p) units.r(0)[p] = through_.pull[p];
+    for (Index c = 0; c <= m; ++c) array(units.column(c, 0), m) *= array(gates, m);
+    for (Index o = 0; o < outputs(); ++o) top.B(0, 0)[o] = std::sqrt(through_.lambda[o]);
+    for (Index c = 0; c < m; ++c) {
+      measurement_.signs[c] = T(1);
+      measurement_.innovation[c] = through_.rho[c];
+    }
+    measurement_.floored = 0;
+    measurement_.nis = through_.nis;
+    measurement_.log_likelihood = through_.log_density;
   }
   // A weight moves by at most sqrt(S_pp) sqrt(Var u) |r|. Rejects what could leave the range of T.
   bool steps_in_range(Index i, const Adjoint<T> &adj) const {

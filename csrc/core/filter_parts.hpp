@@ -5,6 +5,7 @@
 #include "arena.hpp"
 #include "kbt.h"
 #include "layer.hpp"
+#include "narrow.hpp"
 #include "noise.hpp"
 #include "relu.hpp"
 
@@ -18,6 +19,7 @@ class FilterParts {
     cfg_ = &config;
     kind_ = filter_kind(config, which);
     apart_ = outputs_apart(config);
+    narrow_ = outputs_behind_few(config);
     for (Index i = 0; i < layers(); ++i) {
       Posterior<T> &w = layers_[i].w;
       w.shape(config, i);
@@ -38,16 +40,20 @@ class FilterParts {
 
   // Largest number of elements any single array takes, as a double: an overflow is seen before an integer could wrap.
   static double largest_array(const kbt_config &cfg) {
-    const double rows = cfg.max_rows, rank = rows * cfg.widths[cfg.layers];
+    const double rows = cfg.max_rows;
+    double rank = rows * cfg.widths[cfg.layers];
     if (outputs_apart(cfg)) {
       const double n = cfg.widths[1] + 8.0, m = cfg.widths[0] + 9.0, factors = cfg.covariance == KBT_SHARED ? 1.0 : n;
       return (factors * m + n) * (m + rows) + factors * rows * (m + rows);
     }
+    const bool narrow = outputs_behind_few(cfg);
+    if (narrow) rank = cfg.widths[cfg.layers - 1];
     double largest = rank * rank;
     for (int i = 0; i < cfg.layers; ++i) {
       const double n = cfg.widths[i + 1] + 8.0, m = cfg.widths[i] + 9.0;
       const double members = cfg.covariance == KBT_FULL ? n : 1.0, M = members * m, group = rows * members;
-      const double sizes[] = {n / members * M * M, n * rows * M * members, (1 + rank) * rows * n, rows * n * rows * n,
+      const double square = narrow && i == cfg.layers - 1 ? n : rows * n * rows * n;
+      const double sizes[] = {n / members * M * M, n * rows * M * members, (1 + rank) * rows * n, square,
                               rows * m * rows * m, rank * M * 8,           rank * rank * 8,       group * group * 8};
       for (const double size : sizes) largest = largest < size ? size : largest;
     }
@@ -83,6 +89,7 @@ class FilterParts {
     return Cov<T>{data, cfg_->covariance == KBT_FULL, rows, inputs(), inputs()};
   }
   bool apart() const { return apart_; }
+  bool narrow() const { return narrow_; }
   bool fuse() const { return cfg_->rule == KBT_FUSE; }
   bool softmax_output() const { return cfg_->output == KBT_SOFTMAX; }
   bool learns_noise() const { return cfg_->noise == KBT_NOISE_ADAPTIVE; }
@@ -92,7 +99,13 @@ class FilterParts {
   // layer's covariance is kept dense, for the measurement.
   bool dense_output(Index i) const {
     if (apart()) return false;
+    if (narrow() && i == layers() - 1) return false;
     return i == layers() - 1 || cfg_->covariance == KBT_FULL || i > 0 || cfg_->input_var > 0.0;
+  }
+  // Columns of B in the adjoint of a layer, for this many rows.
+  Index rank_of(Index layer, Index rows) const {
+    if (apart() || (narrow() && layer == layers() - 1)) return 1;
+    return narrow() ? Index(cfg_->widths[layers() - 1]) : rows * outputs();
   }
   // All weights of the last layer are in one group, so its measurement noise is known without cancellation.
   bool whole_last_layer() const {
@@ -101,7 +114,7 @@ class FilterParts {
   // The same for independent neurons, each with the others as part of its noise. Worth its time where the noise can be
   // small beside the variances, which is the gaussian case.
   bool separate_last_layer() const {
-    return cfg_->covariance == KBT_NEURON && outputs() > 1 && fuse() && cfg_->output == KBT_GAUSSIAN;
+    return cfg_->covariance == KBT_NEURON && outputs() > 1 && fuse() && cfg_->output == KBT_GAUSSIAN && !narrow();
   }
   bool noise_known() const { return !apart() && (whole_last_layer() || separate_last_layer()); }
   bool has_other_cov() const { return layers() > 1 || cfg_->input_var > 0.0 || !fuse(); }
@@ -183,9 +196,11 @@ class FilterParts {
   NoiseModel<T> noise_;
   Work<T> work_;
   Measurement<T> measurement_;
+  Narrow<T> through_;
   Index rows_;  // of the latest forward pass
   T nis_, log_likelihood_, weight_;
-  bool apart_;  // outputs are measured one by one: apart.hpp
+  bool apart_;   // outputs are measured one by one: apart.hpp
+  bool narrow_;  // outputs are correlated through few hidden units: narrow.hpp
   bool adapts_;
   bool noise_given_;  // the latest judge had noise of its own, which is in the scratch of noise_
 
@@ -200,7 +215,7 @@ class FilterParts {
   }
 
   KBT_SELDOM void plan_layers(Arena &arena) {
-    const Index rows = cfg_->max_rows, rank = rows * outputs();
+    const Index rows = cfg_->max_rows;
     for (Index i = 0; i < layers(); ++i) {
       Layer<T> &layer = layers_[i];
       const Posterior<T> &w = layer.w;
@@ -209,7 +224,7 @@ class FilterParts {
                    {&layer.weight_var, cfg_->covariance == KBT_DIAGONAL ? 0 : rows * rows * w.var_stride()},
                    {&relu_[i].gates, apart() ? 0 : rows * w.stride},
                    {&variances_[i], rows * w.var_stride()},
-                   {&adjoint_[i], apart() ? 2 * w.stride : (1 + rank) * rows * w.stride}});
+                   {&adjoint_[i], (1 + rank_of(i, rows)) * (apart() ? 1 : rows) * w.stride}});
     }
     Index cov[2] = {0, cfg_->input_var > 0.0 ? input_cov(nullptr, rows).count() : 0}, u = 0, series = 0;
     WorkSizes sizes{};
@@ -219,8 +234,9 @@ class FilterParts {
       at_least(cov[i % 2], Cov<T>::count(dense_output(i), rows, w.distinct(), w.var_stride()));
       at_least(u, rows * w.stride);
       if (!apart()) at_least(series, Relu<T>::series_count(rows, w.stride, cfg_->relu_order));
-      sizes.grow_to(apart() ? WorkSizes::of_rows_apart(w)
-                            : WorkSizes::of(w, rows, rank, fuse(), i == layers() - 1 && separate_last_layer()));
+      sizes.grow_to(apart()
+                        ? WorkSizes::of_rows_apart(w)
+                        : WorkSizes::of(w, rows, rank_of(i, rows), fuse(), i == layers() - 1 && separate_last_layer()));
     }
     take(arena, {{&other_z_, rows * layers_[0].w.z_stride},
                  {&noise_.scratch, NoiseModel<T>::capacity(cfg_->noise, outputs())},
@@ -239,7 +255,7 @@ class FilterParts {
 
   KBT_SELDOM void plan_measurement(Arena &arena) {
     const Index rows = cfg_->max_rows, rank = rows * outputs();
-    const Index square = apart() ? rows * rows : Measurement<T>::square_count(rows, outputs());
+    const Index square = apart() ? rows * rows : narrow() ? 0 : Measurement<T>::square_count(rows, outputs());
     take(arena, {{&measurement_.mean, rank},
                  {&measurement_.p, softmax_output() ? rank : 0},
                  {&measurement_.map, softmax_output() && !apart() ? rank * outputs() : 0},
@@ -253,6 +269,7 @@ class FilterParts {
                  {&measurement_.scale, moment_softmax(*cfg_) ? rows : 0},
                  {&measurement_.share, apart() ? layers_[0].w.stride : 0},
                  {&other_cov_, noise_known() ? square + 2 * rank : 0}});
+    if (narrow()) through_.plan(cfg_->widths[layers() - 1], outputs(), layers_[layers() - 1].w.stride, arena);
   }
 };
 

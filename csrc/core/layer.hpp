@@ -34,6 +34,9 @@ struct Layer : LayerParts<T> {
     } else {
       independent_input_means(in, out);
     }
+    input_trace_forward(in, out, work);
+  }
+  void input_trace_forward(const Cov<T> &in, const Cov<T> &out, const Work<T> &work) const {
     with_structure([&](auto structure) { structure.input_cov(*this, in, out, work); });
   }
 

@@ -50,6 +50,14 @@ inline bool outputs_apart(const kbt_config &cfg) {
   return cfg.output == KBT_GAUSSIAN ? cfg.noise != KBT_NOISE_MATRIX : matches_moments(cfg);
 }
 
+// Whether outputs are correlated through fewer hidden units than there are of them, so that these are solved for:
+// narrow.hpp.
+inline bool outputs_behind_few(const kbt_config &cfg) {
+  return cfg.layers > 1 && cfg.max_rows == 1 && cfg.rule == KBT_FUSE && cfg.output == KBT_GAUSSIAN &&
+         cfg.noise != KBT_NOISE_MATRIX && cfg.covariance != KBT_FULL &&
+         cfg.widths[cfg.layers] > cfg.widths[cfg.layers - 1];
+}
+
 // Variances of weights before any data, where none is given. In units of the noise, the last layer's is for inputs with
 // |z|^2 equal to their number, and a bank follows the size that it finds. A few units settle a softmax: the variance of
 // a logit, about d times that of a weight, stays below 16. Copies of h in hidden layers must stay below the signal.

@@ -53,7 +53,7 @@ def heads(case: dict[str, object], extra: dict[str, object]) -> tuple[kbt.Head, 
     double = kbt.Head(
         rng.normal(size=(d_o, D)),
         rng.normal(size=d_o),
-        hidden=HIDDEN[layers],
+        hidden=case.get("hidden", HIDDEN[layers]),
         dtype="float64",
         max_rows=rows,
         drift=0.0,
@@ -110,6 +110,56 @@ def test_core_equals_reference_in_both_precisions(case: dict[str, object]) -> No
     double, single = run(case, {})
     assert double < 1e-9
     assert single < 2e-3
+
+
+# More outputs than hidden units, which are solved for instead. Units begin as copies, so that they are not independent.
+NARROW = [
+    dict(output="gaussian", rule="fuse", noise=noise, d_o=d_o, covariance=covariance, layers=len(hidden) + 1, rows=1,
+         order=order, hidden=hidden)
+    for noise, covariance, (hidden, d_o), order in itertools.product(
+        ("constant", "adaptive"), ("neuron", "diagonal"), [((6,), 7), ((7,), 40), ((9,), 16), ((9, 6), 13)], (2, 5)
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", [{}, {"input_var": 0.05, "forgetting": 0.95}, {"gate": 30.0}], ids=str)
+@pytest.mark.parametrize("case", NARROW, ids=name)
+def test_more_outputs_than_hidden_units_equal_the_reference(case: dict[str, object], extra: dict[str, object]) -> None:
+    double, single = run(case, extra)
+    assert double < 1e-9
+    assert single < 2e-3
+
+
+def test_noise_per_call_equals_the_reference_behind_few_units() -> None:
+    rng = np.random.default_rng(5)
+    head = kbt.Head(
+        rng.normal(size=(9, D)), hidden=(6,), dtype="float64", drift=0.0, noise_var=0.3, prior_var=(0.02, 0.3)
+    )
+    reference = ReferenceHead(list(head.means), noise_var=0.3, prior_var=(0.02, 0.3))
+    for step in range(30):
+        h, y = rng.normal(size=D), rng.normal(size=9)
+        noise = [None, 0.7, 10.0 ** rng.uniform(-3, 2, size=9)][step % 3]
+        got, want = head.update(h, y, noise), reference.update(h, y, noise)
+        assert got.nis == pytest.approx(want.nis, rel=1e-9)
+        assert got.log_likelihood == pytest.approx(want.log_likelihood, rel=1e-9)
+    for layer, other in zip(head.layers, reference.layers, strict=True):
+        assert difference(layer.mean, other.mean) < 1e-9
+        assert difference(layer.cov, other.cov) < 1e-9
+    assert head.counters == (0, 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_first_samples_behind_few_units_keep_their_digits_in_float32(seed: int) -> None:
+    """Then the outputs' weights have a lower rank than there are units."""
+    rng = np.random.default_rng(seed)
+    settings = dict(prior_var=(0.02, 0.3), noise_var=0.2, covariance=("neuron", "diagonal")[seed % 2])
+    head = kbt.Head(0.3 * rng.normal(size=(13, D)), hidden=(9,), drift=0.0, **settings)
+    reference = ReferenceHead([mean.astype(float) for mean in head.means], **settings)
+    for _ in range(6):
+        h, y = rng.normal(size=D).astype(np.float32), rng.normal(size=13).astype(np.float32)
+        got, want = head.update(h, y), reference.update(h, y)
+        assert got.nis == pytest.approx(want.nis, rel=1e-4)
+        assert got.log_likelihood == pytest.approx(want.log_likelihood, rel=1e-4, abs=1e-3)
 
 
 EXTRAS = [{"input_var": 0.05}, {"forgetting": 0.9}, {"input_var": 0.02, "forgetting": 0.95, "gate": 6.0}]
