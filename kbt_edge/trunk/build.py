@@ -51,12 +51,12 @@ RECIPE: Final = 3  # part of every cache key: raise it when this file changes wh
 # -O3 without -march=native, -ffast-math or contraction: sums keep the order of the source, products are rounded before
 # they are added, and the library computes the same on every machine of this architecture (up to its libm's expf and
 # erff). So sums are not vectorised, and onnxruntime is faster for large trunks.
-LANGUAGE: Final = ("-std=gnu11", "-ffp-contract=off", "-fwrapv")
+LANGUAGE: Final = ("-std=gnu11", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing")
 FLAGS: Final = (*LANGUAGE, "-O3", "-fPIC", "-shared", "-fvisibility=hidden")
 # Our signature and the generator's must agree, and a thread's stack is 8 MiB at best.
-MAX_FRAME: Final = _generate.MAX_FRAME
+MAX_FRAME: Final = _generate.MAX_MEMORY
 CHECKS: Final = ("-Werror=incompatible-pointer-types", f"-Wframe-larger-than={MAX_FRAME}")
-SANITIZE: Final = (*LANGUAGE, "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZE: Final = (*LANGUAGE, "-O1", "-DKBT_APART", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 COMPILE_SECONDS: Final = 600
 TRIAL_SECONDS: Final = 120  # of the first run, with sanitizers
 
