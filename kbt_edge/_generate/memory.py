@@ -1,8 +1,9 @@
 """Arrays that are not needed at the same time share memory.
 
 The generator declares every value between nodes as an array of its own, and calls one function per node. A value is
-needed from the first call that names it to the last one. Here all of them get a place in one array, ``kbt_memory``:
-the largest first, each at the lowest offset where no value that is needed at the same time lies.
+needed from the first call that names it to the last one. Here all values of one element type get a place in one array:
+the largest first, each at the lowest offset where no value that is needed at the same time lies. An array per type, so
+that no memory holds two types, which C does not allow.
 
 ``-DKBT_APART`` leaves the arrays apart. The first run, with the address sanitizer, is built so: within one array it
 would not notice that a node writes beyond its own part.
@@ -79,20 +80,25 @@ def packed(source: str, name: str) -> str:
                 used.setdefault(base.get(argument, argument), []).append(number)
         else:
             raise RejectedError("this version of emx-onnx-cgen writes its entry function in an unknown form")
-    values = [
-        Value(array, BYTES[kind] * math.prod(shape), min(used.get(array, [0])), max(used.get(array, [0])))
-        for array, (kind, shape) in declared.items()
-    ]
-    if len(values) < 2:
+    if len(declared) < 2:
         return source
-    offsets = place(values)
-    total = max(offsets[value.name] + value.size for value in values)
+    shared, total = [], 0
+    for kind in sorted({kind for kind, _ in declared.values()}):
+        values = [
+            Value(array, BYTES[kind] * math.prod(shape), min(used.get(array, [0])), max(used.get(array, [0])))
+            for array, (type_, shape) in declared.items()
+            if type_ == kind
+        ]
+        offsets = place(values)
+        count = max(offsets[value.name] + value.size for value in values) // BYTES[kind]
+        total += BYTES[kind] * count
+        shared.append(f"    _Alignas({ALIGN}) {kind} memory_{kind}[{count}];")
+        for value in values:
+            row = "".join(f"[{length}]" for length in declared[value.name][1][1:])
+            start = f"memory_{kind} + {offsets[value.name] // BYTES[kind]}"
+            shared.append(f"    {kind} (*const {value.name}){row} = ({kind} (*){row})({start});")
     if total > MAX_MEMORY:
         raise RejectedError(TOO_LARGE)
     apart = [line for line in lines if DECLARED.fullmatch(line)]
-    shared = [f"    _Alignas({ALIGN}) unsigned char kbt_memory[{total}];"]
-    for array, (kind, shape) in declared.items():
-        row = "".join(f"[{length}]" for length in shape[1:])
-        shared.append(f"    {kind} (*const {array}){row} = ({kind} (*){row})(kbt_memory + {offsets[array]});")
     body = "\n".join(["#ifdef KBT_APART", *apart, "#else", *shared, "#endif", *rest, ""])
     return source[: found.start(1)] + body + source[found.end(1) :]

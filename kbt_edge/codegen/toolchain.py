@@ -36,7 +36,7 @@ RECORDER: Final = ("recorder.cpp", "replay.cpp")  # packed as well; linked only 
 # The generated CMakeLists.txt has these from here. The bits depend on FLAGS; the rest keeps exceptions and what C
 # leaves undefined out.
 FLAGS: Final = ("-ffp-contract=off", "-fno-math-errno")
-C_FLAGS: Final = ("-fwrapv", "-fno-strict-aliasing")
+C_FLAGS: Final = ("-fwrapv",)
 CXX_FLAGS: Final = ("-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics")
 INLINE: Final = ("--param", "max-inline-insns-size=30")  # for GCC with -Os
 
