@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .limits import FOLDED, MAX_MEMORY, RejectedError
+from .limits import FOLDED, MAX_MEMORY, TYPES, RejectedError
 
 __all__ = ["rewritten"]
 
@@ -81,8 +81,8 @@ class _Graph:
 
     def readers(self, name: str) -> int:
         """How many nodes, and outputs of the model, read a value."""
-        count = sum(list(node.input).count(name) for node in self.nodes)
-        return count + sum(value.name == name for value in self.graph.output)
+        names = [one for node in self.nodes for one in node.input] + [value.name for value in self.graph.output]
+        return names.count(name)
 
     def finish(self) -> bool:
         if self.changed:
@@ -126,11 +126,11 @@ def _foldable(graph: _Graph, node: Any) -> bool:
     if node.op_type not in FOLDED or not node.output or "" in node.output:
         return False
     if node.op_type == "Shape":
-        return graph.known.get(node.input[0]) is not None
+        return graph.known.get(node.input[0]) is not None and graph.known.get(node.output[0]) is not None
     if any(graph.constant(name) is None for name in filter(None, node.input)):
         return False
     infos = [graph.known.get(name) for name in (*filter(None, node.input), *node.output)]
-    return all(info is not None and WIDEST * math.prod(info[1]) <= MAX_MEMORY for info in infos)
+    return all(info is not None and info[0] in TYPES and WIDEST * math.prod(info[1]) <= MAX_MEMORY for info in infos)
 
 
 def _remember_constant(graph: _Graph, node: Any) -> None:
@@ -297,4 +297,3 @@ class _Chain:
 
     def reshape(self, shape: list[int], output: str = "") -> None:
         self.add("Reshape", self.graph.new_constant(np.array(shape, np.int64)), output=output)
-

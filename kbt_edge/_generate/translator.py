@@ -14,15 +14,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from .limits import MAX_GROWTH, MAX_MEMORY, TOO_LARGE, RejectedError
+from .limits import BOOL, DOUBLE, FLOAT, INT64, MAX_GROWTH, MAX_MEMORY, TOO_LARGE, TYPES, RejectedError
 from .memory import packed
 from .rewrite import rewritten
 from .text import safe, without_copies
 
-__all__ = ["Translator"]
+__all__ = ["PRODUCTS", "Translator", "product_source"]
 
-FLOAT, INT32, INT64, BOOL, DOUBLE = 1, 6, 7, 9, 11
-TYPES: Final = frozenset({FLOAT, INT32, INT64, BOOL, DOUBLE})
 # Not for integers: C divides by zero or has no such function, and runtimes disagree about a sum that overflows.
 REAL_ONLY: Final = frozenset({"Div", "Mean", "Pow", "ReduceMean", "ReduceSum"})
 
@@ -70,8 +68,6 @@ class Translator:
             return made
 
         c_emitter.Environment = environment
-        plain = jinja2.Environment(loader=ours, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-        self._product: Any = plain.get_template("product.c.j2")
         _write_numbers_faster(c_emitter.CEmitter)
 
     def __call__(self, data: bytes, name: str) -> str:
@@ -79,7 +75,7 @@ class Translator:
             source = str(self._emitter(name).compile(self.prepared(data)))
             weights = source.rfind("\n};\n", 0, source.find("/*\n * Node ")) + 1  # they end there; long, and not code
             code = packed(without_copies(safe(source[weights:])), name)
-            product = self._product.render(isas=PRODUCTS) if "kbt_product(" in code else ""
+            product = product_source() if "kbt_product(" in code else ""
             return "".join([product, source[:weights], code])
         except RejectedError:
             raise
@@ -173,6 +169,15 @@ class Translator:
                     inner.t.ClearField("metadata_props")
         opsets = [onnx.helper.make_opsetid("", entry.version) for entry in model.opset_import if entry.domain == ""]
         return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version)
+
+
+def product_source() -> str:
+    """C of the function ``kbt_product``, which the templates of products call."""
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(TEMPLATES)
+    plain = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    return str(plain.get_template("product.c.j2").render(isas=PRODUCTS))
 
 
 def _write_numbers_faster(emitter: Any) -> None:

@@ -4,8 +4,8 @@
                                       └─ with sanitizers ──> a first run in a child process
 
 The generator writes plain C for fixed shapes, without heap: all intermediate values are on the stack, so the library
-has no state and any thread may run it. Products of matrices are ours (``_generate/templates``). We add one function, ``kbt_trunk_run``, that checks every input value before the
-network runs and every output value before it is returned.
+has no state and any thread may run it. Products of matrices are ours (``_generate/templates``). We add one function,
+``kbt_trunk_run``, that checks every input value before the network runs and every output value before it is returned.
 
 A trunk may come from an untrusted source, and this file turns it into machine code. These rules make that safe:
 

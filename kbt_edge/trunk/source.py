@@ -62,9 +62,13 @@ OPERATORS: Final = _words(
     Sub Tanh Transpose Trilu Unsqueeze Where
     """
 )
-# Operators whose further inputs are shapes, axes, positions or trained numbers: constants, or the C would depend on data.
+# Operators whose further inputs are shapes, axes, positions or trained numbers: constants, or the C would depend on
+# data. GatherND becomes a Gather and BatchNormalization a part of its neighbours (_generate/rewrite.py).
 LAYOUT_OPERATORS: Final = _words(
-    "BatchNormalization Expand GatherND ReduceMax ReduceMean ReduceMin ReduceSum Reshape Slice Split Squeeze Trilu Unsqueeze"
+    """
+    BatchNormalization Expand GatherND ReduceMax ReduceMean ReduceMin ReduceSum Reshape Slice Split Squeeze Trilu
+    Unsqueeze
+    """
 )
 
 

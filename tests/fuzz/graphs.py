@@ -44,8 +44,8 @@ def words(text: str) -> list[str]:
 
 UNARY = words(
     """
-    Abs Ceil Cos Elu Erf Exp Floor Gelu HardSigmoid HardSwish Identity IsNaN LeakyRelu Log LogSoftmax Neg Reciprocal Relu
-    Selu Sigmoid Sign Sin Softmax Softplus Sqrt Tanh
+    Abs Ceil Cos Elu Erf Exp Floor Gelu HardSigmoid HardSwish Identity IsNaN LeakyRelu Log LogSoftmax Neg Reciprocal
+    Relu Selu Sigmoid Sign Sin Softmax Softplus Sqrt Tanh
     """
 )
 BINARY = words("Add Sub Mul Div Pow Max Min Mean")
