@@ -101,6 +101,8 @@ def _fold_constants(graph: _Graph) -> None:
     """Only values that fit in a trunk's memory, and operators whose result is no larger than they are."""
     kept = []
     for node in graph.nodes:
+        if any(graph.known.get(name) is None for name in node.output):
+            _infer(graph, node)
         if node.op_type == "Constant" or not _foldable(graph, node):
             kept.append(node)
             if node.op_type == "Constant":
@@ -120,6 +122,25 @@ def _fold_constants(graph: _Graph) -> None:
         for name, array in zip(node.output, ReferenceEvaluator(alone).run(None, feed), strict=True):
             graph.new_constant(np.asarray(array), name)
     graph.nodes = kept
+
+
+def _infer(graph: _Graph, node: Any) -> None:
+    """Type and shape of what a node makes, if they depend on constants that have been computed here."""
+    onnx = graph.onnx
+    infos = {name: graph.known.get(name) for name in filter(None, node.input)}
+    types = {name: onnx.helper.make_tensor_type_proto(*info) for name, info in infos.items() if info is not None}
+    data = {name: graph.initialisers[name] for name in node.input if name in graph.initialisers}
+    try:
+        schema = onnx.defs.get_schema(node.op_type, graph.opset)
+        made = onnx.shape_inference.infer_node_outputs(
+            schema, node, types, data, opset_imports=[onnx.helper.make_opsetid("", graph.opset)]
+        )
+    except Exception:  # of many types; the whole model is inferred again, and says why
+        return
+    for name, kind in made.items():
+        dims = kind.tensor_type.shape.dim
+        if kind.tensor_type.HasField("shape") and all(length.HasField("dim_value") for length in dims):
+            graph.known[name] = int(kind.tensor_type.elem_type), tuple(int(length.dim_value) for length in dims)
 
 
 def _foldable(graph: _Graph, node: Any) -> bool:

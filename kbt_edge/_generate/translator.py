@@ -114,7 +114,7 @@ class Translator:
 
     def _inferred(self, model: Any) -> tuple[dict[str, Info | None], dict[str, Info | None]]:
         """Type and shape of inputs and constants, and of what the nodes make."""
-        inferred = self._onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+        inferred = self._onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
         known = {value.name: _info(value) for value in inferred.graph.input}
         known |= {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in inferred.graph.initializer}
         return known, {value.name: _info(value) for value in [*inferred.graph.value_info, *inferred.graph.output]}
