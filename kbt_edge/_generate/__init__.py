@@ -5,13 +5,15 @@
 The generator imports a top-level package called ``shared``, reads untrusted files, and uses as much memory and time as
 they require. A separate process isolates the user's process from that: it finds the generator's packages first (PATHS,
 one folder per line), has limits, and may crash. For a file that cannot be translated it exits with code 3 and the
-reason on standard error.
+reason on standard error. KERNELS is ``fast`` or ``small``: how matrix products are written.
 
     translator.py   checks the file, drops its text, infers its shapes
     rewrite.py      other nodes with the same result, which the generator translates better, or at all
-    templates/      C for matrix products, layer normalisation and softmax in place of the generator's
+    templates/      C for matrix products in place of the generator's
     text.py         repairs of the generated text; arrays that are copies become pointers
     memory.py       arrays that are not needed at the same time share memory
+
+In that process this package has another name and no ``kbt_edge`` above it, so its imports are relative.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ needed from the first call that names it to the last one. Here all values of one
 the largest first, each at the lowest offset where no value that is needed at the same time lies. An array per type, so
 that no memory holds two types, which C does not allow.
 
-``-DKBT_APART`` leaves the arrays apart. The first run, with the address sanitizer, is built so: within one array it
-would not notice that a node writes beyond its own part.
+``-DKBT_APART`` leaves the arrays apart, and not on the stack, which their sum can exceed. The first run, with the
+address sanitizer, is built so: within one array it would not notice that a node writes beyond its own part.
 """
 
 from __future__ import annotations
@@ -99,6 +99,6 @@ def packed(source: str, name: str) -> str:
             shared.append(f"    {kind} (*const {value.name}){row} = ({kind} (*){row})({start});")
     if total > MAX_MEMORY:
         raise RejectedError(TOO_LARGE)
-    apart = [line for line in lines if DECLARED.fullmatch(line)]
+    apart = [line.replace("    ", "    static ", 1) for line in lines if DECLARED.fullmatch(line)]
     body = "\n".join(["#ifdef KBT_APART", *apart, "#else", *shared, "#endif", *rest, ""])
     return source[: found.start(1)] + body + source[found.end(1) :]

@@ -16,7 +16,7 @@ import pytest
 from kbt_edge._generate.limits import RejectedError
 from kbt_edge._generate.memory import Value, packed, place
 from kbt_edge.onnxfile import read_onnx
-from kbt_edge.trunk import build
+from kbt_edge.trunk import Trunk, build
 from kbt_edge.trunk.source import CArray, generate_c, trunk_source
 
 COMPILER = next(filter(shutil.which, ["cc", "gcc", "clang"]), None)
@@ -49,7 +49,8 @@ def transformer(length: int = 12, width: int = 16, heads: int = 2, layers: int =
     h = "x"
     for _ in range(layers):
         q, k, v = (add("Reshape", dense(h, width, width), "split") for _ in range(3))
-        scores = add("MatMul", add("Transpose", q, perm=[1, 0, 2]), add("Transpose", k, perm=[1, 2, 0]))
+        q = add("Mul", add("Transpose", q, perm=[1, 0, 2]), np.array(math.sqrt(heads / width)))
+        scores = add("MatMul", q, add("Transpose", k, perm=[1, 2, 0]))
         p = add("Softmax", add("Add", scores, "mask"))
         seen = add("MatMul", add("Where", add("IsNaN", p), "zero", p), add("Transpose", v, perm=[1, 0, 2]))
         h = add("Add", h, dense(add("Reshape", add("Transpose", seen, perm=[1, 0, 2]), "row"), width, width))
@@ -79,7 +80,7 @@ def simulate(source: str) -> tuple[int, int]:
     Returns the bytes of the memory, and the most bytes of values that are needed at the same time.
     """
     apart, shared, calls = entry(source)
-    size = {m[2]: bytes_of(m[1], m[3]) for m in (re.match(r" +(\w+) (\w+)(\S+);", line) for line in apart) if m}
+    size = {m[2]: bytes_of(m[1], m[3]) for m in (re.match(r" +static (\w+) (\w+)(\S+);", line) for line in apart) if m}
     memory = {
         m[1]: bytes_of(m[1], m[2]) for m in (re.match(r" +_Alignas.* memory_(\w+)(\S+);", line) for line in shared) if m
     }
@@ -154,6 +155,20 @@ def test_sharing_memory_changes_no_bit_of_the_output(tmp_path: Path) -> None:
         answers.add(done.stdout)
     assert len(answers) == 1
     assert len(set(next(iter(answers)).split())) > 100
+
+
+@pytest.mark.slow("compiles a trunk")
+@pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+def test_values_may_exceed_the_stack_together_if_they_do_not_at_one_time(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="onnxruntime is what the library is compared with")
+    data = transformer(length=60, width=128, heads=1, layers=12)
+    apart, _, _ = entry(generate_c(data, read_onnx(data)))
+    together = sum(bytes_of(m[1], m[2]) for m in (re.match(r" +static (\w+) \w+?(\[.*);", line) for line in apart) if m)
+    assert together > 8 * 2**20  # what a thread has
+    trunk = Trunk(data, backend="compiled", cache_dir=tmp_path)
+    x = np.random.default_rng(2).standard_normal((60, 128))
+    h = Trunk(data, backend="onnxruntime")(x)
+    assert np.abs(trunk(x) - h).max() <= 1e-5 * np.abs(h).max()
 
 
 def test_random_values_are_placed_without_overlap() -> None:
