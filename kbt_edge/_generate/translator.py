@@ -26,7 +26,7 @@ REAL_ONLY: Final = frozenset({"Div", "Mean", "Pow", "ReduceMean", "ReduceSum"})
 
 TEMPLATES: Final = Path(__file__).with_name("templates")
 
-# Instruction sets for which the product is compiled, the best first: lanes and vectors of a block's row. 4 rows of each
+# Instruction sets for which the product is compiled, the best first: lanes and vectors of a block's row. 6 rows of each
 # fit in the registers. No name: what every processor of the architecture has.
 PRODUCTS: Final = (
     {"name": "avx512f", "suffix": "_avx512", "blocks": ((16, 4), (16, 2), (16, 1), (8, 1), (4, 1))},

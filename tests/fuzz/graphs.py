@@ -4,8 +4,9 @@
 
 Shapes, attributes, types and numbers of inputs are random and often wrong, and a third of the graphs declare a shape
 that their nodes do not make. Each graph has to be rejected, or its C has to run without a report from the address and
-undefined behaviour sanitizers and to agree with onnxruntime to 1e-5. Many graphs go into one compilation. Prints what
-became of them; exits with 1 when anything was found, after writing the graphs in question to --findings.
+undefined behaviour sanitizers, to agree with onnxruntime to 1e-5, and to compute the same bits when its values share
+memory. Many graphs go into one compilation. Prints what became of them; exits with 1 when anything was found, after
+writing the graphs in question to --findings.
 """
 
 from __future__ import annotations

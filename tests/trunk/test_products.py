@@ -51,7 +51,7 @@ static int check(int m, int n, int depth, int biased) {
 int main(void) {
     SUPPORTED
     int same = 1;
-    for (int m = 1; m <= 9; ++m)
+    for (int m = 1; m <= 14; ++m)
         for (int n = 1; n <= 150; n += n < 70 ? 1 : 7)
             for (int depth = 1; depth <= 20; depth += depth < 3 ? 1 : 17) same &= check(m, n, depth, (m + n) % 2);
     return !same;
