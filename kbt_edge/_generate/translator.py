@@ -67,7 +67,8 @@ class Translator:
             made.globals["kernels"] = kernels
             return made
 
-        c_emitter.Environment = environment
+        self._environment = environment
+        self._c_emitter: Any = c_emitter
         _write_numbers_faster(c_emitter.CEmitter)
 
     def __call__(self, data: bytes, name: str) -> str:
@@ -125,6 +126,7 @@ class Translator:
             options = self._compiler.CompilerOptions(
                 model_name=name, large_temp_threshold_bytes=0, large_weight_threshold=0
             )
+            self._c_emitter.Environment = self._environment
             self._emitters[name] = self._compiler.Compiler(options)
         return self._emitters[name]
 
