@@ -9,7 +9,7 @@ reason on standard error. KERNELS is ``fast`` or ``small``: how matrix products 
 
     translator.py   checks the file, drops its text, infers its shapes
     rewrite.py      other nodes with the same result, which the generator translates better, or at all
-    templates/      C for matrix products in place of the generator's
+    templates/      C for matrix products and layer normalisation in place of the generator's
     text.py         repairs of the generated text; arrays that are copies become pointers
     memory.py       arrays that are not needed at the same time share memory
 

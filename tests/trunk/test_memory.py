@@ -23,7 +23,7 @@ COMPILER = next(filter(shutil.which, ["cc", "gcc", "clang"]), None)
 BYTES = {"float": 4, "double": 8, "int32_t": 4, "int64_t": 8, "bool": 1}
 
 
-def transformer(length: int = 12, width: int = 16, heads: int = 2, layers: int = 2) -> bytes:
+def transformer(length: int = 12, width: int = 32, heads: int = 2, layers: int = 2) -> bytes:
     """Layers of attention, with a mask and what exporters write against rows that are masked throughout."""
     onnx = pytest.importorskip("onnx", reason="the trunk is written with onnx")
     pytest.importorskip("emx_onnx_cgen", reason="the C generator is not installed")
@@ -136,15 +136,15 @@ def test_no_value_is_overwritten_while_it_is_needed(kernels: bool) -> None:
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 def test_sharing_memory_changes_no_bit_of_the_output(tmp_path: Path) -> None:
     data = transformer()
-    arrays = [CArray((12, 16), "float")], CArray((12, 16), "float")
+    arrays = [CArray((12, 32), "float")], CArray((12, 32), "float")
     main = """
     #include <stdio.h>
     int main(void) {
-        float x[12 * 16], h[12 * 16];
-        for (int i = 0; i < 12 * 16; ++i) x[i] = (float)((37 * i) % 101 - 50) / 16;
+        float x[12 * 32], h[12 * 32];
+        for (int i = 0; i < 12 * 32; ++i) x[i] = (float)((37 * i) % 101 - 50) / 16;
         const void *inputs[] = {x};
         if (kbt_trunk_run(inputs, h) != 0) return 1;
-        for (int i = 0; i < 12 * 16; ++i) printf("%a\\n", h[i]);
+        for (int i = 0; i < 12 * 32; ++i) printf("%a\\n", h[i]);
         return 0;
     }"""
     answers = set()

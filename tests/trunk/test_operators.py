@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kbt_edge.errors import NumericsError
 from kbt_edge.trunk import BackendError, Trunk, source
 
 onnx = pytest.importorskip("onnx", reason="the trunks of these tests are written with onnx, which is not installed")
@@ -123,6 +124,15 @@ TRUNKS: dict[str, tuple[list[tuple[Any, ...]], tuple[int, ...], tuple[int, ...]]
         (3, 4),
     ),
     "normalisation of the input": ([("BatchNormalization", ["x", *normalisation(3)], {})], (1, 3, 4), (1, 3, 4)),
+    "layer normalisation in lanes": (
+        [
+            ("LayerNormalization", ["x", numbers(40), numbers(40)], {}),
+            ("LayerNormalization", [0, numbers(3, 40), numbers(40)], {"axis": 0, "epsilon": 1e-2}),
+            ("LayerNormalization", [1, numbers(40)], {}),
+        ],
+        (3, 40),
+        (3, 40),
+    ),
     "rows by pairs of indices": ([("GatherND", ["x", np.array([[0, 2], [1, -1], [1, 0]])], {})], (2, 3, 4), (3, 4)),
     "elements of every row": (
         [
@@ -171,6 +181,16 @@ def test_it_compiles_and_agrees_with_onnxruntime(name: str, cache: Path) -> None
         x = numbers(*TRUNKS[name][1])
         h = reference(x)
         assert np.abs(compiled(x) - h).max() <= 1e-5 * np.abs(h).max()
+
+
+def test_nan_passes_through_a_layer_normalisation_in_lanes(cache: Path) -> None:
+    nodes = [("Sqrt", ["x"], {}), ("LayerNormalization", [0, numbers(40), numbers(40)], {})]
+    trunk = Trunk(trunk_file(nodes, (2, 40), (2, 40)), backend="compiled", cache_dir=cache)
+    x = np.abs(numbers(2, 40))
+    assert np.isfinite(trunk(x)).all()
+    x[1, 17] = -1
+    with pytest.raises(NumericsError, match="not finite"):
+        trunk(x)
 
 
 def operators_of(data: bytes, kernels: bool) -> list[str]:
