@@ -162,7 +162,7 @@ def _network(name: str, model: Model) -> str:
     onnx = read_onnx(data)
     inputs = [CArray(spec.shape, _C_TYPES[spec.dtype], spec.limit) for spec in model.trunk.inputs]
     output = CArray(tuple(length for length in onnx.graph.outputs[0].shape or () if isinstance(length, int)), "float")
-    source = trunk_source(data, onnx, inputs, output, f"{name}_network")
+    source = trunk_source(data, onnx, inputs, output, f"{name}_network", kernels=False)
     try_out(source, inputs, output, toolchain.find_compiler("CC", "cc", "gcc", "clang"))
     source = re.sub(r"^(extern )?const ", "static const ", source, flags=re.M)
     return re.sub(rf"^(void|_Bool) (?={name}_network)", r"static EMX_UNUSED \1 ", source, flags=re.M)

@@ -4,8 +4,8 @@
                                       └─ with sanitizers ──> a first run in a child process
 
 The generator writes plain C for fixed shapes, without heap: all intermediate values are on the stack, so the library
-has no state and any thread may run it. We add one function, ``kbt_trunk_run``, that checks every input value before the
-network runs and every output value before it is returned.
+has no state and any thread may run it. Products of matrices are ours (``_generate/templates``). We add one function,
+``kbt_trunk_run``, that checks every input value before the network runs and every output value before it is returned.
 
 A trunk may come from an untrusted source, and this file turns it into machine code. These rules make that safe:
 
@@ -14,8 +14,9 @@ A trunk may come from an untrusted source, and this file turns it into machine c
 - Only operators whose addresses do not depend on data are compiled. The one exception is Gather, whose index is
   clamped.
 - The generated C is not trusted to stay within its arrays. Every new trunk is first built with the address and the
-  undefined behaviour sanitizer and run in a child process. As no address depends on data, one clean run covers
-  all of them.
+  undefined behaviour sanitizer and run in a child process, with an array of its own for every value (``KBT_APART``). As
+  no address depends on data, one clean run covers all of them. In the library itself values share memory; which ones is
+  decided by a few lines that do not depend on the generator (``_generate/memory.py``).
 - Integers wrap around where they overflow.
 
 If a trunk cannot be compiled, the cache keeps the reason, so that the attempt is made only once.
@@ -46,17 +47,17 @@ from kbt_edge.trunk.source import CArray, check_operators, generator_version, tr
 
 __all__ = ["compile_c", "find_compiler", "library", "try_out"]
 
-RECIPE: Final = 3  # part of every cache key: raise it when this file changes what it builds from the same model
+RECIPE: Final = 4  # part of every cache key: raise it when this file changes what it builds from the same model
 
 # -O3 without -march=native, -ffast-math or contraction: sums keep the order of the source, products are rounded before
 # they are added, and the library computes the same on every machine of this architecture (up to its libm's expf and
-# erff). So sums are not vectorised, and onnxruntime is faster for large trunks.
+# erff). Matrix products use the vectors of the processor they run on, across columns, which changes no bit.
 LANGUAGE: Final = ("-std=gnu11", "-ffp-contract=off", "-fwrapv")
 FLAGS: Final = (*LANGUAGE, "-O3", "-fPIC", "-shared", "-fvisibility=hidden")
 # Our signature and the generator's must agree, and a thread's stack is 8 MiB at best.
-MAX_FRAME: Final = _generate.MAX_FRAME
+MAX_FRAME: Final = _generate.MAX_MEMORY
 CHECKS: Final = ("-Werror=incompatible-pointer-types", f"-Wframe-larger-than={MAX_FRAME}")
-SANITIZE: Final = (*LANGUAGE, "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZE: Final = (*LANGUAGE, "-O1", "-DKBT_APART", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 COMPILE_SECONDS: Final = 600
 TRIAL_SECONDS: Final = 120  # of the first run, with sanitizers
 

@@ -55,15 +55,20 @@ def _words(text: str) -> frozenset[str]:
 
 OPERATORS: Final = _words(
     """
-    Abs Add And Cast Ceil Clip Concat Constant Cos Div Elu Equal Erf Exp Expand Flatten Floor Gather Gelu Gemm Greater
-    GreaterOrEqual HardSigmoid HardSwish Identity LayerNormalization LeakyRelu Less LessOrEqual Log LogSoftmax MatMul
-    Max Mean Min Mul Neg Not Or Pow RMSNormalization Reciprocal ReduceMax ReduceMean ReduceMin ReduceSum Relu Reshape
-    Selu Sigmoid Sign Sin Slice Softmax Softplus Split Sqrt Squeeze Sub Tanh Transpose Trilu Unsqueeze Where
+    Abs Add And BatchNormalization Cast Ceil Clip Concat Constant Conv Cos Div Elu Equal Erf Exp Expand Flatten Floor
+    Gather GatherND Gelu Gemm Greater GreaterOrEqual HardSigmoid HardSwish Identity IsNaN LayerNormalization LeakyRelu
+    Less LessOrEqual Log LogSoftmax MatMul Max Mean Min Mul Neg Not Or Pow RMSNormalization Reciprocal ReduceMax
+    ReduceMean ReduceMin ReduceSum Relu Reshape Selu Shape Sigmoid Sign Sin Slice Softmax Softplus Split Sqrt Squeeze
+    Sub Tanh Transpose Trilu Unsqueeze Where
     """
 )
-# Operators whose further inputs are shapes, axes or positions: constants, or the C would depend on data.
+# Operators whose further inputs are shapes, axes, positions or trained numbers: constants, or the C would depend on
+# data. GatherND becomes a Gather and BatchNormalization a part of its neighbours (_generate/rewrite.py).
 LAYOUT_OPERATORS: Final = _words(
-    "Expand ReduceMax ReduceMean ReduceMin ReduceSum Reshape Slice Split Squeeze Trilu Unsqueeze"
+    """
+    BatchNormalization Expand GatherND ReduceMax ReduceMean ReduceMin ReduceSum Reshape Slice Split Squeeze Trilu
+    Unsqueeze
+    """
 )
 
 
@@ -92,7 +97,8 @@ def check_operators(model: OnnxModel) -> None:
     constants = set(model.graph.initialisers)
     lookups = token_lookups(model.graph)
     for position, node in enumerate(model.graph.nodes):
-        if node.operator == "Constant":
+        folded = node.operator in _generate.FOLDED and constants.issuperset(filter(None, node.inputs))
+        if node.operator in ("Constant", "Shape") or folded:
             constants.update(node.outputs)
         # The indices of a Gather: constants, or ids that are checked against the table before every run.
         leading = node.operator in LAYOUT_OPERATORS or (node.operator == "Gather" and position not in lookups)
@@ -110,12 +116,18 @@ def trunk_source(
     output: CArray,
     name: str = "trunk",
     templates: Path | None = None,
+    kernels: bool = True,
 ) -> str:
-    """C source of the network, as the function ``name``, and of ``kbt_trunk_run`` around it."""
-    return "\n".join([PRELUDE, generate_c(data, model, name, templates), run_function(inputs, output, name)])
+    """C source of the network, as the function ``name``, and of ``kbt_trunk_run`` around it.
+
+    ``kernels``: matrix products in blocks, for processors with vectors and a cache.
+    """
+    return "\n".join([PRELUDE, generate_c(data, model, name, templates, kernels), run_function(inputs, output, name)])
 
 
-def generate_c(data: bytes, model: OnnxModel, name: str = "trunk", templates: Path | None = None) -> str:
+def generate_c(
+    data: bytes, model: OnnxModel, name: str = "trunk", templates: Path | None = None, kernels: bool = True
+) -> str:
     """C source with the function ``void name(inputs…, output)``; no heap, and no text from the file."""
     _check_size(data, model)
     check_operators(model)
@@ -125,7 +137,9 @@ def generate_c(data: bytes, model: OnnxModel, name: str = "trunk", templates: Pa
     # The generator's folder first, so that its imports cannot find a file of the user.
     home = str(importlib.metadata.distribution(GENERATOR).locate_file(""))
     folders = [home, *(folder for folder in sys.path if os.path.isabs(folder))]
-    arguments = [sys.executable, "-I", _generate.__file__, name, "\n".join(folders), str(templates or "")]
+    program = str(Path(_generate.__file__).parent)
+    kind = "fast" if kernels else "small"
+    arguments = [sys.executable, "-I", program, name, kind, "\n".join(folders), str(templates or "")]
     try:
         done = subprocess.run(arguments, input=data, capture_output=True, timeout=GENERATE_SECONDS)
     except (OSError, subprocess.SubprocessError) as error:

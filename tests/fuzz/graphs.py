@@ -4,8 +4,9 @@
 
 Shapes, attributes, types and numbers of inputs are random and often wrong, and a third of the graphs declare a shape
 that their nodes do not make. Each graph has to be rejected, or its C has to run without a report from the address and
-undefined behaviour sanitizers and to agree with onnxruntime to 1e-5. Many graphs go into one compilation. Prints what
-became of them; exits with 1 when anything was found, after writing the graphs in question to --findings.
+undefined behaviour sanitizers, to agree with onnxruntime to 1e-5, and to compute the same bits when its values share
+memory. Many graphs go into one compilation. Prints what became of them; exits with 1 when anything was found, after
+writing the graphs in question to --findings.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def words(text: str) -> list[str]:
 
 UNARY = words(
     """
-    Abs Ceil Cos Elu Erf Exp Floor Gelu HardSigmoid HardSwish Identity LeakyRelu Log LogSoftmax Neg Reciprocal Relu Selu
-    Sigmoid Sign Sin Softmax Softplus Sqrt Tanh
+    Abs Ceil Cos Elu Erf Exp Floor Gelu HardSigmoid HardSwish Identity IsNaN LeakyRelu Log LogSoftmax Neg Reciprocal
+    Relu Selu Sigmoid Sign Sin Softmax Softplus Sqrt Tanh
     """
 )
 BINARY = words("Add Sub Mul Div Pow Max Min Mean")
@@ -53,8 +54,8 @@ COMPARE = words("Equal Greater GreaterOrEqual Less LessOrEqual")
 REDUCE = words("ReduceMax ReduceMean ReduceMin ReduceSum")
 OTHERS = words(
     """
-    And Cast Clip Concat Constant Expand Flatten Gather Gemm LayerNormalization MatMul Not Or RMSNormalization Reshape
-    Slice Split Squeeze Transpose Trilu Unsqueeze Where
+    And BatchNormalization Cast Clip Concat Constant Conv Expand Flatten Gather GatherND Gemm LayerNormalization MatMul
+    Not Or RMSNormalization Reshape Shape Slice Split Squeeze Transpose Trilu Unsqueeze Where
     """
 )
 OPERATORS = [*UNARY, *BINARY, *COMPARE, *REDUCE, *OTHERS]
@@ -223,6 +224,16 @@ class Maker:
     def node_not(self, real: int, number: int) -> tuple[list[str], int, dict[str, Any]]:
         return [self.value(BOOL).name], 1, {}
 
+    def node_batchnormalization(self, real: int, number: int) -> tuple[list[str], int, dict[str, Any]]:
+        deep = [value for value in self.pool if value.kind == real and len(value.shape) > 1]
+        x = deep[-1] if deep else self.value(real)
+        shape = x.shape[1:2] if self.chance(0.9) else self.dims(0, 2)
+        parts = [self.numbers(shape, real) for _ in range(4)]
+        if self.chance(0.9):
+            parts[3] = np.abs(parts[3])
+        attributes = {"epsilon": 1e-3} if self.chance(0.3) else {"training_mode": 1} if self.chance(0.1) else {}
+        return [x.name, *map(self.constant, parts)], 3 if "training_mode" in attributes else 1, attributes
+
     def node_cast(self, real: int, number: int) -> tuple[list[str], int, dict[str, Any]]:
         return [self.pick(self.pool).name], 1, {"to": self.pick([FLOAT, FLOAT, INT64, INT32, BOOL, DOUBLE, 10, 2])}
 
@@ -253,6 +264,32 @@ class Maker:
         ]
         return [], 1, self.pick(choices)
 
+    def node_conv(self, real: int, number: int) -> tuple[list[str], int, dict[str, Any]]:
+        """A third of them divide their input into patches."""
+        deep = [value for value in self.pool if value.kind == real and len(value.shape) in (3, 4)]
+        x = self.pick(deep) if deep else self.value(real)
+        rank = max(len(x.shape) - 2, 1)
+        channels = x.shape[1] if len(x.shape) > 1 else 1
+        group = channels if self.chance(0.2) else 1
+        kernel = [self.pick([k for k in range(1, n + 1) if n % k == 0]) for n in x.shape[2:]] or [1]
+        attributes: dict[str, Any] = {"strides": kernel}
+        if self.chance(0.6):
+            kernel = [1 + self.below(3) for _ in range(rank)]
+            attributes = {"strides": [1 + self.below(3) for _ in range(rank)]} if self.chance(0.5) else {}
+            if self.chance(0.4):
+                attributes["pads"] = [self.below(3) for _ in range(2 * rank)]
+            elif self.chance(0.3):
+                attributes["auto_pad"] = self.pick(["SAME_UPPER", "SAME_LOWER", "VALID", "NOTSET"])
+            if self.chance(0.3):
+                attributes["dilations"] = [1 + self.below(2) for _ in range(rank)]
+        if self.chance(0.05):
+            attributes[self.pick(["strides", "dilations", "pads"])] = [self.pick([0, -1, 2**31, 2**62])] * rank
+        out = group * (1 + self.below(3))
+        inputs = [x.name, self.constant(self.numbers((out, channels // group, *kernel), real))]
+        if self.chance(0.6):
+            inputs.append(self.constant(self.numbers((out,), real)))
+        return inputs, 1, attributes | {"group": group} | ({"kernel_shape": kernel} if self.chance(0.5) else {})
+
     def node_expand(self, real: int, number: int) -> tuple[list[str], int, dict[str, Any]]:
         x = self.value(number)
         shape = [n if self.chance(0.7) else self.pick([1, 2, 60]) for n in x.shape]
@@ -272,6 +309,17 @@ class Maker:
         reach = length + 1 if self.chance(0.1) else length
         index = self.rng.integers(-reach, reach, size=self.dims(0, 2)).astype(self.pick([np.int64, np.int32]))
         return [x.name, self.constant(index)], 1, {"axis": axis}
+
+    def node_gathernd(self, real: int, number: int) -> tuple[list[str], int, dict[str, Any]]:
+        x = self.value(number)
+        batch = self.below(2) if len(x.shape) > 1 and self.chance(0.3) else 0
+        depth = 1 + self.below(max(len(x.shape) - batch, 1))
+        leading = (*x.shape[:batch], *self.dims(0, 2))
+        reach = 1 if self.chance(0.05) else 0
+        lengths = (*x.shape[batch : batch + depth], *[1] * depth)[:depth]
+        index = [self.rng.integers(-n - reach, n + reach, size=leading) for n in lengths]
+        inputs = [x.name, self.constant(np.stack(index, axis=-1).astype(np.int64))]
+        return inputs, 1, {"batch_dims": batch} if batch or self.chance(0.1) else {}
 
     def node_gemm(self, real: int, number: int) -> tuple[list[str], int, dict[str, Any]]:
         flat = [value for value in self.pool if value.kind == real and len(value.shape) == 2]
@@ -315,6 +363,10 @@ class Maker:
         if self.chance(0.1):
             shape = [int(n) for n in self.rng.integers(-1, 6, size=3)]
         return [x.name, self.constant(np.array(shape, np.int64))], 1, {"allowzero": 1} if self.chance(0.1) else {}
+
+    def node_shape(self, real: int, number: int) -> tuple[list[str], int, dict[str, Any]]:
+        x = self.pick(self.pool)
+        return [x.name], 1, {"start": self.below(3) - 1} if self.chance(0.3) else {}
 
     def node_slice(self, real: int, number: int) -> tuple[list[str], int, dict[str, Any]]:
         x = self.value(number)
@@ -573,6 +625,12 @@ def run(binary: Path, cases: list[Case], which: list[int]) -> tuple[str, bytes]:
     return report[0] if report else f"exit code {done.returncode}", b""
 
 
+def separate(cases: list[Case], written: bytes, which: int) -> bytes:
+    """What one case has written."""
+    sizes = [ROUNDS * (4 + 4 * int(np.prod(case.output.shape))) for case in cases]
+    return written[sum(sizes[:which]) : sum(sizes[: which + 1])]
+
+
 def judge(case: Case, written: bytes) -> str:
     """What is wrong with the answers, or nothing."""
     count = int(np.prod(case.output.shape))
@@ -645,6 +703,12 @@ def fuzz(graphs: int, seed: int, batch: int, findings: Path, quiet: bool = False
                     if wrong:
                         found(cases[i], wrong)
             else:
+                # Apart or in one memory, a network computes the same bits.
+                build.compile_c([command[0], *build.LANGUAGE, "-O1", "-w"], program(cases), binary)
+                if run(binary, cases, everything) != ("", written):
+                    for i in everything:
+                        if run(binary, cases, [i]) != ("", separate(cases, written, i)):
+                            found(cases[i], "its values overwrite each other")
                 for case in cases:
                     size = ROUNDS * (4 + 4 * int(np.prod(case.output.shape)))
                     wrong = judge(case, written[:size])

@@ -1,11 +1,4 @@
-"""ONNX to C: runs the C generator in a separate process.
-
-    python -I _generate.py NAME PATHS TEMPLATES < model.onnx > trunk.c
-
-The generator imports a top-level package called ``shared``, reads untrusted files, and uses as much memory and time as
-they require. A separate process isolates the user's process from that: it finds the generator's packages first (PATHS,
-one folder per line), has limits, and may crash. For a file that cannot be translated it exits with code 3 and the
-reason on standard error.
+"""The model that the generator gets, and the C that is made of its answer.
 
 The generator gets a model with numbered names, no text, and the type and shape of every value as inferred from the
 inputs by ONNX's rules. Declarations of intermediate values are ignored, and that of the output must match the inferred
@@ -17,55 +10,74 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping
-from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["REJECTED", "RejectedError", "Translator"]
+from .limits import BOOL, DOUBLE, FLOAT, INT64, MAX_GROWTH, MAX_MEMORY, TOO_LARGE, TYPES, RejectedError
+from .memory import packed
+from .rewrite import rewritten
+from .text import safe, without_copies
 
-REJECTED: Final = 3  # exit code
-MEMORY: Final = 8 * 2**30
-SECONDS: Final = 300
+__all__ = ["PRODUCTS", "Translator", "product_source"]
 
-MAX_FRAME: Final = 2**20  # bytes of one array of the C file, which is on the stack
-MAX_GROWTH: Final = 2**26  # bytes of all values between nodes, in addition to the size of the file
-
-FLOAT, INT32, INT64, BOOL, DOUBLE = 1, 6, 7, 9, 11
-TYPES: Final = frozenset({FLOAT, INT32, INT64, BOOL, DOUBLE})
 # Not for integers: C divides by zero or has no such function, and runtimes disagree about a sum that overflows.
 REAL_ONLY: Final = frozenset({"Div", "Mean", "Pow", "ReduceMean", "ReduceSum"})
+
+TEMPLATES: Final = Path(__file__).with_name("templates")
+
+# Instruction sets for which the product is compiled, the best first: lanes and vectors of a block's row. 6 rows of each
+# fit in the registers. No name: what every processor of the architecture has.
+PRODUCTS: Final = (
+    {"name": "avx512f", "suffix": "_avx512", "blocks": ((16, 4), (16, 2), (16, 1), (8, 1), (4, 1))},
+    {"name": "avx2", "suffix": "_avx2", "blocks": ((8, 2), (8, 1), (4, 1))},
+    {"name": "", "suffix": "_any", "blocks": ((4, 2), (4, 1))},
+)
 
 Info = tuple[int, tuple[int, ...]]  # element type and shape
 
 
-class RejectedError(Exception):
-    """This model cannot be translated."""
-
-
 class Translator:
-    """``Translator()(data, name)``: C with the function ``void name(inputs…, output)``. Templates are read once."""
+    """``Translator()(data, name)``: C with the function ``void name(inputs…, output)``. Templates are read once.
 
-    def __init__(self, templates: str = "") -> None:
+    ``kernels``: products in blocks, for processors with vectors and a cache. Else plain loops, which are smaller. Both
+    have the same bits.
+    """
+
+    def __init__(self, templates: str = "", kernels: bool = True) -> None:
+        import jinja2
         import onnx
         import onnx.checker
         import onnx.shape_inference
         from emx_onnx_cgen import compiler
+        from emx_onnx_cgen.codegen import c_emitter
 
         self._onnx: Any = onnx
         self._compiler: Any = compiler
+        self._kernels = kernels
         self._emitters: dict[str, Any] = {}
-        if templates and os.path.isdir(templates):  # compiling the templates for every model takes seconds
-            import jinja2
-            from emx_onnx_cgen.codegen import c_emitter
+        ours = jinja2.FileSystemLoader(TEMPLATES)
+        # Compiling the templates for every model takes seconds.
+        cache = jinja2.FileSystemBytecodeCache(templates) if templates and os.path.isdir(templates) else None
 
-            kept = jinja2.FileSystemBytecodeCache(templates)
-            c_emitter.Environment = partial(jinja2.Environment, bytecode_cache=kept)
+        def environment(loader: Any, **options: Any) -> Any:
+            """The generator's templates, and ours in front of them."""
+            loader = jinja2.ChoiceLoader([ours, loader, jinja2.PrefixLoader({"generator": loader})])
+            made = jinja2.Environment(loader=loader, bytecode_cache=cache, **options)
+            made.globals["kernels"] = kernels
+            return made
+
+        self._environment = environment
+        self._c_emitter: Any = c_emitter
+        _write_numbers_faster(c_emitter.CEmitter)
 
     def __call__(self, data: bytes, name: str) -> str:
         try:
-            model = self.prepared(data)
-            return _without_copies(_safe(str(self._emitter(name).compile(model))))
+            source = str(self._emitter(name).compile(self.prepared(data)))
+            weights = source.rfind("\n};\n", 0, source.find("/*\n * Node ")) + 1  # they end there; long, and not code
+            code = packed(without_copies(safe(source[weights:])), name)
+            product = product_source() if "kbt_product(" in code else ""
+            return "".join([product, source[:weights], code])
         except RejectedError:
             raise
         except Exception as error:  # of many types, depending on the file
@@ -80,10 +92,9 @@ class Translator:
         declared = {value.name: _info(value) for value in model.graph.output}
         for value in model.graph.output:
             value.type.tensor_type.ClearField("shape")
-        inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
-        known = {value.name: _info(value) for value in inferred.graph.input}
-        known |= {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in inferred.graph.initializer}
-        made = {value.name: _info(value) for value in [*inferred.graph.value_info, *inferred.graph.output]}
+        known, made = self._inferred(model)
+        if rewritten(onnx, model, known | made, self._kernels):
+            known, made = self._inferred(model)
         for node in model.graph.node:
             for output in filter(None, node.output):
                 _check_shape(node.op_type, made.get(output))
@@ -102,12 +113,20 @@ class Translator:
             target.append(onnx.helper.make_tensor_value_info(name, element_type, shape))
         return model
 
+    def _inferred(self, model: Any) -> tuple[dict[str, Info | None], dict[str, Info | None]]:
+        """Type and shape of inputs and constants, and of what the nodes make."""
+        inferred = self._onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+        known = {value.name: _info(value) for value in inferred.graph.input}
+        known |= {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in inferred.graph.initializer}
+        return known, {value.name: _info(value) for value in [*inferred.graph.value_info, *inferred.graph.output]}
+
     def _emitter(self, name: str) -> Any:
         if name not in self._emitters:
             # Thresholds of 0: temporaries on the stack and weights in the source, not on the heap or in another file.
             options = self._compiler.CompilerOptions(
                 model_name=name, large_temp_threshold_bytes=0, large_weight_threshold=0
             )
+            self._c_emitter.Environment = self._environment
             self._emitters[name] = self._compiler.Compiler(options)
         return self._emitters[name]
 
@@ -154,6 +173,30 @@ class Translator:
         return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version)
 
 
+def product_source() -> str:
+    """C of the function ``kbt_product``, which the templates of products call."""
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(TEMPLATES)
+    plain = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    return str(plain.get_template("product.c.j2").render(isas=PRODUCTS))
+
+
+def _write_numbers_faster(emitter: Any) -> None:
+    """The same text for a float32, in a fifth of the time: a trunk has millions of them."""
+    slow = emitter._format_weight_value
+    if getattr(slow, "faster", False):
+        return
+
+    def written(self: Any, number: Any, kind: Any) -> str:
+        if kind.c_type == "float" and math.isfinite(number):
+            return float(number).hex().replace("0000000p", "p") + "f"
+        return str(slow(self, number, kind))
+
+    written.faster = True  # type: ignore[attr-defined]
+    emitter._format_weight_value = written
+
+
 def _info(value: Any) -> Info | None:
     """Type and shape of a ValueInfoProto; None if any of it is unknown."""
     tensor = value.type.tensor_type
@@ -195,75 +238,5 @@ def _check_growth(infos: Iterable[Info | None], size: int) -> None:
     for info in infos:
         each = 0 if info is None else (8 if info[0] in (INT64, DOUBLE) else 4) * math.prod(info[1])
         total += each
-        if each > max(MAX_FRAME, size) or total > MAX_GROWTH + 16 * size:
-            raise RejectedError(
-                f"a compiled trunk may use {MAX_FRAME} bytes of stack, its values between nodes need more: too large"
-            )
-
-
-def _safe(source: str) -> str:
-    """Clamp the index of every Gather, and let NaN pass through ReLU, maximum and minimum."""
-    limited, count = re.subn(
-        r"(gather_index \+= (\d+);\s*\})",
-        r"\1 gather_index = gather_index < 0 ? 0 : gather_index >= \2 ? \2 - 1 : gather_index;",
-        source,
-    )
-    if count != source.count("idx_t gather_index ="):
-        raise RejectedError("this version of emx-onnx-cgen writes Gather in an unknown form")
-    kept = re.sub(r"return a > (0\.0f?) \? a : \1;", r"return a <= \1 ? \1 : a;", limited)
-    return re.sub(r"if \((\S+) ([<>]) acc\) acc = \1;", r"if (\1 \2 acc || \1 != \1) acc = \1;", kept)
-
-
-def _without_copies(source: str) -> str:
-    """A temporary array with the numbers of another one, in another shape, becomes a pointer to that one."""
-    arrays = {
-        name: (kind, tuple(map(int, re.findall(r"\d+", shape))))
-        for kind, name, shape in re.findall(r"^    (\w+) (tmp\w+)((?:\[\d+\])+);\n", source, flags=re.M)
-    }
-    call = r"^    (node(\d+)_(?:reshape|squeeze|transpose|unsqueeze))\((tmp\w+), (tmp\w+)\);\n"
-    for function, number, old, new in re.findall(call, source, flags=re.M):
-        definition = re.search(
-            rf"^/\*\n \* Node {number}:((?!\*/).)*\*/\nEMX_NODE_FN void {function}\(.*?^}}\n\n?",
-            source,
-            flags=re.M | re.S,
-        )
-        if definition is None or old not in arrays or new not in arrays:
-            continue
-        (kind, shape), (new_kind, new_shape) = arrays[old], arrays[new]
-        order = re.search(r"perm: \[([\d, ]+)\]", definition[0])
-        axes = [axis for axis in map(int, order[1].split(",")) if shape[axis] > 1] if order else []
-        moved = axes != sorted(axes) or (order is None and function.endswith("transpose"))
-        if moved or kind != new_kind or math.prod(shape) != math.prod(new_shape):
-            continue
-        row = "".join(f"[{length}]" for length in new_shape[1:])
-        source = source.replace(f"    {kind} {new}[{new_shape[0]}]{row};\n", "")
-        source = source.replace(
-            f"    {function}({old}, {new});\n", f"    {kind} (*const {new}){row} = ({kind} (*){row}){old};\n"
-        )
-        source = source.replace(definition[0], "")
-    return source
-
-
-def main() -> int:
-    import resource
-    import warnings
-
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-    name, paths, templates = sys.argv[1:]
-    sys.path[:] = dict.fromkeys([*paths.splitlines()[:1], *sys.path, *paths.splitlines()[1:]])
-    warnings.simplefilter("ignore")
-    try:
-        source = Translator(templates)(sys.stdin.buffer.read(), name)
-    except ImportError as error:  # such as a distribution's onnx that is too old for the generator
-        print(f"emx-onnx-cgen is installed, but cannot be imported: {error}", file=sys.stderr)
-        return 1
-    except RejectedError as error:
-        print(error, file=sys.stderr)
-        return REJECTED
-    sys.stdout.write(source)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        if each > max(MAX_MEMORY, size) or total > MAX_GROWTH + 16 * size:
+            raise RejectedError(TOO_LARGE)
