@@ -66,7 +66,7 @@ class Prediction(_Moments):
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _prediction, (*self, self._cov)
+        return prediction, (*self, self._cov)
 
     @property
     def std(self) -> Array:
@@ -85,11 +85,11 @@ class Prediction(_Moments):
         return "Prediction(" + ", ".join(f"{m:.4g} ± {s:.2g} (total {t:.2g})" for m, s, t in pairs) + ")"
 
 
-def _prediction(mean: Array, var: Array, total_var: Array, cov: Array | None) -> Prediction:
-    """A copy, which has the covariance only if it was read before."""
-    copy = Prediction(mean, var, total_var)
-    copy._cov = cov
-    return copy
+def prediction(mean: Array, var: Array, total_var: Array, cov: Array | None) -> Prediction:
+    """A prediction that has its covariance already, or never will."""
+    made = Prediction(mean, var, total_var)
+    made._cov = cov
+    return made
 
 
 @final

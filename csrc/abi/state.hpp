@@ -234,9 +234,10 @@ inline kbt_status read_header(const unsigned char *blob, std::size_t size, kbt_c
   body.integer<std::uint64_t>();
   const std::int64_t count = body.i32();
   if (body.truncated()) return KBT_E_BLOB_SHORT;
+  if (cfg.layers < 1 || cfg.layers > KBT_MAX_LAYERS) return KBT_E_BLOB_VALUE;  // an index below
   const bool newer = cfg.covariance == KBT_SHARED || cfg.noise == KBT_NOISE_MATRIX;
   if (version > 2 ? version_of(cfg) != version : newer) return KBT_E_BLOB_VALUE;
-  if (version > 2 || cfg.noise != KBT_NOISE_CONSTANT || cfg.layers < 1 || cfg.layers > KBT_MAX_LAYERS) return KBT_OK;
+  if (version > 2 || cfg.noise != KBT_NOISE_CONSTANT) return KBT_OK;
   const std::int64_t n = cfg.widths[cfg.layers];
   if (n > 1 && (has_bank(cfg) || count == n * n)) cfg.noise = KBT_NOISE_MATRIX;
   return KBT_OK;

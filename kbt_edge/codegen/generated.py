@@ -28,7 +28,7 @@ from kbt_edge._status import status_error
 from kbt_edge.codegen import manifest
 from kbt_edge.codegen.toolchain import build_objects, call, find_compiler
 from kbt_edge.errors import BackendError, BundleError, DtypeError, RangeError, ShapeError
-from kbt_edge.head import Prediction, Update
+from kbt_edge.results import Prediction, Update, prediction
 
 __all__ = ["Flash", "Generated", "load_generated"]
 
@@ -107,7 +107,7 @@ class Generated:
         mean, cov, total_var = np.empty(self._shape), np.empty((count, count)), np.empty(self._shape)
         self._calls += 1
         self._must(self._function("predict")(*map(self._pointer, (*arrays, mean, cov, total_var))))
-        return Prediction(mean, cov, total_var)
+        return prediction(mean, np.diagonal(cov).reshape(self._shape), total_var, cov)
 
     def observe(self, y: npt.ArrayLike) -> Update:
         """As ``Model.observe``: the target of the latest prediction; for a softmax class labels or probabilities."""

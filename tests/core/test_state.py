@@ -192,9 +192,9 @@ def test_a_newer_format_says_so() -> None:
 # ---- intact, but impossible ----------------------------------------------------------------------------------------
 
 
-def sealed(body: bytes) -> bytes:
+def sealed(body: bytes, version: int = 2) -> bytes:
     """A blob with a valid header and CRC around any body."""
-    return HEADER.pack(b"KBTS", 2, HEADER.size + len(body), zlib.crc32(body), 0) + body
+    return HEADER.pack(b"KBTS", version, HEADER.size + len(body), zlib.crc32(body), 0) + body
 
 
 # Offsets in the body of a full one-layer float32 head with two inputs and two outputs: M = 6 weights.
@@ -297,6 +297,9 @@ def test_a_configuration_no_head_can_have_is_rejected(field: str, value: float) 
     numbers = list(CONFIG.unpack_from(body))
     numbers[FIELDS.index(field)] = value
     rejected(sealed(CONFIG.pack(*numbers) + body[CONFIG.size :]))
+    numbers[FIELDS.index("covariance")] = 3  # a format of its own, which depends on the widths
+    for version in (2, 3):
+        rejected(sealed(CONFIG.pack(*numbers) + body[CONFIG.size :], version))
 
 
 @contextlib.contextmanager
