@@ -104,6 +104,40 @@ def chunk(d: int, outputs: int, rows: int, count: int) -> None:
     show(f"{d} → {rows} x {outputs}", timed(calls, count), {name: head.nbytes for name, head in heads.items()})
 
 
+def hidden(d: int, units: int, outputs: int, count: int) -> None:
+    rng = np.random.default_rng(SEED)
+    head = kbt.Head(rng.normal(size=(outputs, d)) / np.sqrt(d), hidden=(units,), drift=0.0)
+    h = rng.normal(size=(count + 1, d)).astype(np.float32)
+    y = rng.normal(size=(count + 1, outputs)).astype(np.float32)
+    show(
+        f"{d} → {units} → {outputs}",
+        timed({"drift=0": lambda i: head.update(h[i], y[i])}, count),
+        {"drift=0": head.nbytes},
+    )
+
+
+def bandwidth(d: int, outputs: int, lanes: int, count: int) -> None:
+    """What an update moves through memory, beside a copy and a sum of arrays as large as the head."""
+    head = kbt.Head(np.zeros((outputs, d)), max_memory=LARGEST, **({} if lanes > 1 else {"drift": 0.0}))
+    rng = np.random.default_rng(SEED)
+    h, y = rng.normal(size=(16, d)).astype(np.float32), rng.normal(size=(16, outputs)).astype(np.float32)
+    source = np.ones(head.nbytes // 4, np.float32)
+    target = source.copy()
+    found = timed(
+        {
+            "update": lambda i: head.update(h[i % 16], y[i % 16]),
+            "copy": lambda i: np.copyto(target, source),
+            "sum": lambda i: np.add(target, source, out=target),
+        },
+        count,
+    )
+    # Factor and means are read to predict, and read and written to learn.
+    moved = {"update": 3 * 4 * lanes * stored(d, outputs), "copy": 2 * source.nbytes, "sum": 3 * source.nbytes}
+    rates = [f"{name} {moved[name] / float(np.median(each)) / 1e9:.0f} GB/s" for name, each in found.items()]
+    name = "default" if lanes > 1 else "drift=0"
+    print(f"{f'{d} → {outputs}':28} {name:18} {head.nbytes / 1e6:9.2f} MB: {', '.join(rates)}")
+
+
 def classes(d: int, count: int, outputs: int) -> None:
     rng = np.random.default_rng(SEED)
     weight = (rng.normal(size=(outputs, d)) / np.sqrt(d)).astype(np.float32)
@@ -183,6 +217,7 @@ def growth(picture: Path) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, 2, sharex="col")
     kinds: dict[str, Settings] = {"drift=0": {"drift": 0.0}, "default": {}}
+    every: dict[str, list[tuple[float, float, float]]] = {name: [] for name in kinds}
     for column, axis in enumerate(("width", "outputs")):
         for colour, (name, settings) in zip(("tab:blue", "tab:orange"), kinds.items(), strict=True):
             for style, fixed in zip(("-o", "--s"), (1, 100) if axis == "width" else (64, 512), strict=True):
@@ -193,6 +228,7 @@ def growth(picture: Path) -> None:
                 nbytes = [each[1] for _, each in found if each is not None]
                 label = f"{name}, {fixed} output{'s' * (fixed > 1)}" if axis == "width" else f"{name}, width {fixed}"
                 slopes = [fit_exponent(x, each)["all"] for each in (seconds, nbytes)]
+                every[name] += zip(x, seconds, nbytes, strict=True)
                 print(f"{axis:8} {label:24} time {slopes[0]:5.2f}, memory {slopes[1]:5.2f}   ({len(x)} sizes)")
                 for row, values in enumerate((np.array(seconds) * 1e3, np.array(nbytes) / 1e6)):
                     panels[row, column].loglog(
@@ -202,6 +238,10 @@ def growth(picture: Path) -> None:
             "width 16 to 1,024" if axis == "width" else f"outputs 1 to {OUTPUTS[-1]:,}", fontsize=11
         )
         panels[1, column].set_xlabel("numbers that one filter stores")
+    for name, points in every.items():
+        x, *both = zip(*points, strict=True)
+        slopes = [fit_exponent(x, each)["all"] for each in both]
+        print(f"all      {name:24} time {slopes[0]:5.2f}, memory {slopes[1]:5.2f}   ({len(x)} sizes)")
     panels[0, 0].set_ylabel("one update, ms")
     panels[1, 0].set_ylabel("memory, MB")
     for panel in panels.flat:
@@ -223,8 +263,12 @@ def main() -> None:
         gaussian(512, 350, 100, default)
         gaussian(768, 8000, 20, {"drift=0": {"drift": 0.0}})
         chunk(512, 14, 100, 15)
+        hidden(64, 128, 350, 15)
+        hidden(64, 128, 1000, 15)
         classes(192, 60, 1000)
         readout(128, 1000, 32000, 64)
+        for d, outputs, lanes in ((512, 350, 1), (512, 350, 8), (768, 8000, 1), (512, 8000, 8)):
+            bandwidth(d, outputs, lanes, 20)
 
 
 if __name__ == "__main__":

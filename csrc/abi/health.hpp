@@ -31,7 +31,7 @@ inline double quantile(double z, double variance, double third) {
 // + term(K).
 struct Truncated {
   double rejected = 0.0, mean = 1.0, variance = 1.0;
-  Truncated(double gate, Index K) {
+  KBT_SELDOM Truncated(double gate, Index K) {
     if (!(gate > 0.0) || gate > 1400.0 || K < 1) return;  // beyond, exp(-gate / 2) underflows
     const bool even = K % 2 == 0;
     const double density = exp_negative(-0.5 * gate);

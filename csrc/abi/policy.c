@@ -63,6 +63,7 @@ kbt_status kbt_policy_init(kbt_policy *p) {
   p->d = cfg.widths[0];
   p->outputs = cfg.widths[cfg.layers];
   p->is_double = cfg.dtype == KBT_FLOAT64;
+  p->takes_matrix = cfg.noise == KBT_NOISE_MATRIX;
   return p->is_double && p->wide_h == NULL ? KBT_E_NULL : KBT_OK;
 }
 
@@ -127,8 +128,8 @@ void kbt_policy_target(const kbt_policy *p, const double *y, void *u) {
 
 kbt_status kbt_policy_scale_noise(const double *noise, int32_t count, const double *scale, int32_t outputs, double *to,
                                   int32_t *to_count) {
-  if (count != 1 && count != outputs && count != outputs * outputs) return KBT_E_NOISE;
-  const int matrix = count == outputs * outputs && outputs > 1;
+  const int matrix = outputs > 1 && count == (int64_t)outputs * outputs;
+  if (count != 1 && count != outputs && !matrix) return KBT_E_NOISE;
   for (int32_t i = 0; i < (matrix ? count : outputs); ++i) {
     const double by = matrix ? scale[i / outputs] * scale[i % outputs] : scale[i] * scale[i];
     to[i] = noise[count == 1 ? 0 : i] / by;
@@ -141,6 +142,7 @@ kbt_status kbt_policy_scale_noise(const double *noise, int32_t count, const doub
 static kbt_status noise_for_head(const kbt_policy *p, const double **noise, int32_t *count) {
   if (*noise == NULL) return *count == 0 ? KBT_OK : KBT_E_NULL;
   if (p->noise == NULL) return KBT_E_NULL;
+  if (*count > p->outputs && !p->takes_matrix) return KBT_E_NOISE;
   const kbt_status status = kbt_policy_scale_noise(*noise, *count, p->scale, p->outputs, p->noise, count);
   if (status != KBT_OK) return status;
   for (int32_t i = 0; i < *count; ++i) set_head_value(p, p->noise, (size_t)i, p->noise[i]);

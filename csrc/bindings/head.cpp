@@ -37,102 +37,12 @@ Core::Core(const kbt_config &cfg) {
   outputs_ = cfg_.widths[cfg_.layers];
 }
 
-// Pointer to the data of a plain array with one of the given shapes, else null.
-const void *Core::plain(const py::handle &object, py::ssize_t columns, py::ssize_t *rows) const {
-  if (!is_array(object)) return nullptr;
-  const auto array = py::reinterpret_borrow<py::array>(object);
-  constexpr int kPlain = py::array::c_style | py::detail::npy_api::NPY_ARRAY_ALIGNED_;
-  if ((array.flags() & kPlain) != kPlain || !array.dtype().is(dtype_)) return nullptr;
-  const int ndim = static_cast<int>(array.ndim());
-  if (ndim < 1 || ndim > 2 || array.shape(ndim - 1) != columns) return nullptr;
-  *rows = ndim == 2 ? array.shape(0) : -1;  // -1: a single row without its own axis
-  return array.data();
-}
-
-kbt_head *Core::head() const {
-  if (!busy_) return head_;
-  PyErr_SetString(results().error,
-                  "head: expected one thread at a time, got a call while another thread is in one; give each thread "
-                  "that predicts its own head.reader()");
-  throw py::error_already_set();
-}
-
-py::object Core::predict(const py::object &h) {
-  py::ssize_t rows = 0;
-  const void *input = plain(h, d_, &rows);
-  if (input == nullptr) return py::none();
-  const py::ssize_t count = rows < 0 ? 1 : rows;
-  if (count < 1 || count > cfg_.max_rows) return py::int_(static_cast<int>(KBT_E_ROWS));
-  py::array mean = new_array(dtype_, rows, outputs_), var = new_array(dtype_, rows, outputs_);
-  py::array total_var = new_array(dtype_, rows, outputs_);
-  void *const to[] = {mean.mutable_data(), var.mutable_data(), total_var.mutable_data()};
-  const kbt_status status = work([&] {
-    const kbt_status found = kbt_predict(head_, input, static_cast<int32_t>(count), to[0], nullptr, to[2]);
-    return found == KBT_OK ? kbt_predicted(head_, to[1], nullptr) : found;
-  });
-  if (status != KBT_OK) return py::int_(static_cast<int>(status));
-  one_row_ = rows < 0;
-  latest_ = nullptr;
-  return record(results().prediction, std::move(mean), std::move(var), std::move(total_var));
-}
-
 py::object Core::predicted_cov() {
   const py::ssize_t K = static_cast<py::ssize_t>(kbt_predicted_rows(head())) * outputs_;
   py::array cov = new_array(dtype_, K, K);
   const kbt_status status = kbt_predicted(head(), nullptr, cov.mutable_data());
   if (status != KBT_OK) return py::int_(static_cast<int>(status));
   return std::move(cov);
-}
-
-py::object Core::learn(const py::object &h, const py::object &y, const py::object &noise) {
-  py::ssize_t rows = one_row_ ? -1 : kbt_predicted_rows(head()), noise_rows = 0, noise_count = 0;
-  const void *input = nullptr;
-  if (!h.is_none()) {
-    input = plain(h, d_, &rows);
-    if (input == nullptr) return py::none();
-    if (rows == 0 || rows > cfg_.max_rows) return py::int_(static_cast<int>(KBT_E_ROWS));
-  } else if (kbt_predicted_rows(head()) == 0) {
-    return py::int_(static_cast<int>(KBT_E_ORDER));
-  } else if (latest_ != nullptr) {
-    return py::int_(static_cast<int>(KBT_E_OWNER));
-  }
-  const int32_t count = static_cast<int32_t>(rows < 0 ? 1 : rows);
-  const void *R = nullptr;
-  if (!noise.is_none()) {  // (1,), (d_o,) or (d_o, d_o)
-    if (!is_array(noise)) return py::none();
-    const auto array = py::reinterpret_borrow<py::array>(noise);
-    noise_count = array.size();
-    const bool vector = array.ndim() == 1 && (noise_count == 1 || noise_count == outputs_);
-    const bool matrix = array.ndim() == 2 && array.shape(0) == outputs_ && array.shape(1) == outputs_;
-    if (!(vector || matrix)) return py::none();
-    R = plain(noise, array.shape(array.ndim() - 1), &noise_rows);
-    if (R == nullptr) return py::none();
-  }
-  kbt_status status = KBT_OK;
-  kbt_result result{};
-  const auto nc = static_cast<int32_t>(noise_count);
-  if (is_array_of<int32_t>(y) && cfg_.output == KBT_SOFTMAX) {
-    const auto labels = py::reinterpret_borrow<py::array>(y);
-    constexpr int kPlain = py::array::c_style | py::detail::npy_api::NPY_ARRAY_ALIGNED_;
-    const bool shaped = rows < 0 ? labels.ndim() == 0 : labels.ndim() == 1 && labels.size() == rows;
-    if ((labels.flags() & kPlain) != kPlain || !shaped) return py::none();
-    const auto *data = static_cast<const int32_t *>(labels.data());
-    status = work([&] {
-      return input != nullptr ? kbt_update_labels(head_, input, count, data, R, nc, &result)
-                              : kbt_observe_labels(head_, data, R, nc, &result);
-    });
-  } else {
-    py::ssize_t target_rows = 0;
-    const void *target = plain(y, outputs_, &target_rows);
-    if (target == nullptr || target_rows != rows) return py::none();
-    status = work([&] {
-      return input != nullptr ? kbt_update(head_, input, count, target, R, nc, &result)
-                              : kbt_observe(head_, target, R, nc, &result);
-    });
-  }
-  if (status != KBT_OK && status != KBT_GATED) return py::int_(static_cast<int>(status));
-  post();
-  return update_record(status == KBT_GATED, result);
 }
 
 int Core::set_prior(const py::array &weight, const py::array &bias, std::uint64_t seed) {
@@ -152,7 +62,8 @@ int Core::set_noise(const py::array &noise) {
 }
 
 py::array Core::noise() const {
-  py::array all(dtype_, std::vector<py::ssize_t>{outputs_, outputs_});
+  const bool matrix = cfg_.noise == KBT_NOISE_MATRIX || cfg_.noise == KBT_NOISE_FULL;
+  py::array all(dtype_, std::vector<py::ssize_t>{outputs_, matrix ? outputs_ : 1});
   int32_t count = 0;
   kbt_get_noise(head(), all.mutable_data(), &count);
   if (count == outputs_ * outputs_ && outputs_ > 1) return all;

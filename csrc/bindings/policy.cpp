@@ -1,5 +1,6 @@
 #include "policy.hpp"
 
+#include <algorithm>
 #include <string>
 
 namespace kbt::python {
@@ -10,18 +11,6 @@ namespace {
 using TrunkFunction = int (*)(const void *const *inputs, float *h);
 int run_compiled(void *context, const void *const *inputs, float *h) {
   return reinterpret_cast<TrunkFunction>(reinterpret_cast<std::uintptr_t>(context))(inputs, h);
-}
-
-// The data of a C-contiguous array of this dtype, else null.
-const void *plain_data(const py::object &object, const py::dtype &dtype) {
-  if (!is_array(object)) return nullptr;
-  const auto array = py::reinterpret_borrow<py::array>(object);
-  constexpr int kPlain = py::array::c_style | py::detail::npy_api::NPY_ARRAY_ALIGNED_;
-  return (array.flags() & kPlain) == kPlain && array.dtype().is(dtype) ? array.data() : nullptr;
-}
-
-py::object rejection(kbt_status status) {
-  return py::int_(static_cast<int>(status));
 }
 
 }  // namespace
@@ -45,7 +34,7 @@ Policy::Policy(Core &core, std::uintptr_t trunk, std::vector<Input> inputs, py::
   network_inputs_.resize(inputs_.size());
   count_ = h_.shape(0) * core.outputs();
   u_.resize(static_cast<std::size_t>(count_));
-  noise_.resize(outputs * outputs);
+  noise_.resize(core.config().noise == KBT_NOISE_MATRIX ? outputs * outputs : outputs);
   if (core.config().dtype == KBT_FLOAT64) wide_h_.resize(static_cast<std::size_t>(h_.size()));
   policy_.head = core.unguarded();
   policy_.rows = static_cast<int32_t>(h_.shape(0));
@@ -72,73 +61,11 @@ Policy::~Policy() {
   if (*core_.latest() == &policy_) *core_.latest() = &gone;
 }
 
-py::object Policy::predict(const py::object &x) {
-  core_.head();  // rejects a call while another thread is in one: the trunk's buffers are in use as well
-  if (!runs_alone() || !is_array(x)) return py::none();
-  const void *data = plain_data(x, double_);
-  if (data == nullptr) {
-    const auto *floats = static_cast<const float *>(plain_data(x, float_));
-    if (floats == nullptr) return py::none();
-    given_.assign(floats, floats + py::reinterpret_borrow<py::array>(x).size());
-    data = given_.data();
-  }
-  if (!fits_input(py::reinterpret_borrow<py::array>(x))) return py::none();
-  const kbt_status status = kbt_policy_features(&policy_, &data);
-  return status == KBT_OK ? predict_rows() : rejection(status);
-}
-
-py::object Policy::predict_rows() {
-  core_.head();
-  py::array mean = new_array(double_, lead(), core_.outputs()), var = new_array(double_, lead(), core_.outputs());
-  py::array total_var = new_array(double_, lead(), core_.outputs());
-  auto *m = static_cast<double *>(mean.mutable_data()), *v = static_cast<double *>(var.mutable_data());
-  auto *t = static_cast<double *>(total_var.mutable_data());
-  const kbt_status status = core_.work([&] {
-    const kbt_status found = kbt_policy_predict_rows(&policy_, m, nullptr, t);
-    return found == KBT_OK ? kbt_policy_predicted(&policy_, v, nullptr) : found;
-  });
-  if (status != KBT_OK) return rejection(status);
-  core_.set_one_row(policy_.rows == 1);
-  return record(results().prediction, std::move(mean), std::move(var), std::move(total_var));
-}
-
 py::object Policy::predicted_cov() {
   core_.head();
   py::array cov = new_array(double_, count_, count_);
   const kbt_status status = kbt_policy_predicted(&policy_, nullptr, static_cast<double *>(cov.mutable_data()));
-  return status == KBT_OK ? py::object(std::move(cov)) : rejection(status);
-}
-
-py::object Policy::learn(const py::object &at_rows, const py::object &y, const py::object &noise) {
-  core_.head();
-  const bool rows = at_rows.is(py::bool_(true));
-  if (!rows) {
-    if (kbt_predicted_rows(policy_.head) == 0) return rejection(KBT_E_ORDER);
-    if (*core_.latest() != &policy_) return rejection(KBT_E_OWNER);
-  }
-  double one = 0.0;
-  const double *real = target(y, &one);
-  const int32_t *classes = real == nullptr ? labels(y) : nullptr;
-  if (real == nullptr && classes == nullptr) return py::none();
-  const double *R = nullptr;
-  int32_t nc = 0;
-  if (!noise.is_none()) {
-    R = static_cast<const double *>(plain_data(noise, double_));
-    if (R == nullptr) return py::none();
-    nc = static_cast<int32_t>(py::reinterpret_borrow<py::array>(noise).size());
-  }
-  kbt_result result{};
-  const kbt_status status = core_.work([&] {
-    if (rows) {
-      return real != nullptr ? kbt_policy_update_rows(&policy_, real, R, nc, &result)
-                             : kbt_policy_update_rows_labels(&policy_, classes, R, nc, &result);
-    }
-    return real != nullptr ? kbt_policy_observe(&policy_, real, R, nc, &result)
-                           : kbt_policy_observe_labels(&policy_, classes, R, nc, &result);
-  });
-  if (status != KBT_OK && status != KBT_GATED) return rejection(status);
-  core_.post();
-  return update_record(status == KBT_GATED, result);
+  return status == KBT_OK ? py::object(std::move(cov)) : py::int_(static_cast<int>(status));
 }
 
 void Policy::scale_input(std::size_t i, const PlainDoubles &x) {
@@ -156,45 +83,13 @@ py::array Policy::to_head_units(const PlainDoubles &y) const {
 
 py::array Policy::noise() const {
   core_.head();
-  Doubles all(noise_.size());
+  const bool matrix = core_.config().noise == KBT_NOISE_MATRIX || core_.config().noise == KBT_NOISE_FULL;
+  Doubles all(scale_.size() * (matrix ? scale_.size() : 1));
   int32_t count = 0;
   kbt_policy_get_noise(&policy_, all.data(), &count);
   py::array result = new_array(double_, count > core_.outputs() ? core_.outputs() : -1, core_.outputs());
   std::copy(all.begin(), all.begin() + count, static_cast<double *>(result.mutable_data()));
   return result;
-}
-
-// As the trunk's input, leading axes of length 1 left out or not.
-bool Policy::fits_input(const py::array &x) const {
-  const auto buffer = py::reinterpret_borrow<py::array>(kept_[0].buffer);
-  if (x.size() != buffer.size() || x.ndim() > buffer.ndim() || x.ndim() < 1) return false;
-  for (py::ssize_t i = 1; i <= x.ndim(); ++i) {
-    if (x.shape(x.ndim() - i) != buffer.shape(buffer.ndim() - i)) return false;
-  }
-  return true;
-}
-
-// y in physical units, or null: it is neither a number for a single output nor a plain array of doubles.
-const double *Policy::target(const py::object &y, double *one) const {
-  if (PyFloat_Check(y.ptr()) && count_ == 1) {
-    *one = PyFloat_AS_DOUBLE(y.ptr());
-    return one;
-  }
-  const auto *data = static_cast<const double *>(plain_data(y, double_));
-  if (data == nullptr) return nullptr;
-  const auto array = py::reinterpret_borrow<py::array>(y);
-  const bool one_row = policy_.rows == 1 && array.ndim() == 1 && array.shape(0) == count_;
-  const bool several =
-      policy_.rows > 1 && array.ndim() == 2 && array.shape(0) == policy_.rows && array.size() == count_;
-  return one_row || several ? data : nullptr;
-}
-
-const int32_t *Policy::labels(const py::object &y) const {
-  const auto *data = static_cast<const int32_t *>(plain_data(y, py::dtype::of<int32_t>()));
-  if (data == nullptr || core_.config().output != KBT_SOFTMAX) return nullptr;
-  const auto array = py::reinterpret_borrow<py::array>(y);
-  const bool shaped = policy_.rows == 1 ? array.ndim() == 0 : array.ndim() == 1 && array.size() == policy_.rows;
-  return shaped ? data : nullptr;
 }
 
 void bind_policy(py::module_ &m) {
@@ -219,7 +114,7 @@ void bind_policy(py::module_ &m) {
       .def_property_readonly("runs_alone", &Policy::runs_alone);
   m.def("scale_noise", [](const Policy::PlainDoubles &noise, const Policy::PlainDoubles &scale) {
     const auto outputs = static_cast<int32_t>(scale.size());
-    Policy::Doubles to(static_cast<std::size_t>(scale.size() * scale.size()));
+    Policy::Doubles to(static_cast<std::size_t>(std::max(scale.size(), noise.size())));
     int32_t count = 0;
     if (kbt_policy_scale_noise(noise.data(), static_cast<int32_t>(noise.size()), scale.data(), outputs, to.data(),
                                &count) != KBT_OK) {

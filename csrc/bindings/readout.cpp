@@ -28,8 +28,8 @@ class Readout {
   py::object predict(const py::array &h) {
     py::array p(py::dtype::of<float>(), std::vector<py::ssize_t>{classes_});
     float var = 0.0F;
-    const kbt_status status =
-        kbt_readout_predict(readout_, static_cast<const float *>(h.data()), static_cast<float *>(p.mutable_data()), &var);
+    const kbt_status status = kbt_readout_predict(readout_, static_cast<const float *>(h.data()),
+                                                  static_cast<float *>(p.mutable_data()), &var);
     return status == KBT_OK ? py::object(py::make_tuple(p, var)) : py::object(py::int_(static_cast<int>(status)));
   }
   // (log likelihood, left out, dropped), or a status. h is None to learn the latest prediction.

@@ -73,7 +73,7 @@ struct Apart {
     m.log_likelihood = m.log_probability(y);
   }
 
-  // (11.3) of a prediction of one row. A shared factor takes the mean of the steps of all classes, (10.2).
+  // (11.3) of a prediction of one row. A shared factor takes the mean of the steps of all classes, (10.5).
   void label_row(const T *y, const Adjoint<T> &adjoint) const {
     const T s = *m.scale, root = T(1) / std::sqrt(s);
     T curvature = T(0);

@@ -52,7 +52,7 @@ void solve_lower_rows(const T *L, Index n, T *X, Index columns) {
 // Eigenvalues (on the diagonal of A) and orthonormal eigenvectors (columns of Q) of a symmetric A by cyclic Jacobi
 // rotations: a fixed number of sweeps, so a fixed cost.
 template <class T>
-void symmetric_eigen(T *A, T *Q, Index n) {
+KBT_SELDOM void symmetric_eigen(T *A, T *Q, Index n) {
   constexpr int kSweeps = 12;
   for (Index i = 0; i < n; ++i) {
     for (Index j = 0; j < n; ++j) Q[i * n + j] = T(i == j);

@@ -106,11 +106,7 @@ class Filter : public FilterParts<T> {
       Layer<T> &layer = layers_[i];
       const Cov<T> out = cov_out(i, rows);
       const bool last = i == layers() - 1;
-      if (last && narrow()) {
-        forward_narrow(layer, in, out);
-      } else {
-        forward_layer(layer, certain ? nullptr : &in, out, last && noise_known());
-      }
+      forward_layer(layer, certain ? nullptr : &in, out, last);
       if (!all_finite(u_, rows * layer.w.stride) || !all_finite(out.data, out.count())) return KBT_E_RANGE;
       keep_variances(out, variances_[i]);
       if (last && !outputs_in_range(rows)) return KBT_E_RANGE;
@@ -245,23 +241,19 @@ class Filter : public FilterParts<T> {
     }
   }
   // Mean and covariance of a layer's pre-activations: u_ and out. `in` is null where the inputs are certain.
-  void forward_layer(Layer<T> &layer, const Cov<T> *in, const Cov<T> &out, bool keep_other) {
+  void forward_layer(Layer<T> &layer, const Cov<T> *in, const Cov<T> &out, bool last) {
+    const bool few = last && narrow();
     layer.mean_forward(out.rows, u_);
     fill(out.data, T(0), out.count() + kLanes);
-    if (in != nullptr) layer.input_cov_forward(*in, out, work_);
-    if (keep_other) keep_other_cov(out);
+    if (in != nullptr) layer.input_cov_forward(*in, out, !few, work_);
+    if (few) std::memcpy(through_.traces, out.data, static_cast<std::size_t>(outputs()) * sizeof(T));
+    if (last && noise_known()) keep_other_cov(out);
     layer.weight_cov_forward(out, work_);
+    if (few) add_units(layer, *in, out);
   }
-  // Of the last layer behind few units: its variances alone.
-  void forward_narrow(Layer<T> &layer, const Cov<T> &in, const Cov<T> &out) {
-    layer.mean_forward(1, u_);
-    fill(out.data, T(0), out.count() + kLanes);
-    layer.input_trace_forward(in, out, work_);
-    const Index n = outputs();
-    VectorView<T> var = array(out.data, n), traces = array(through_.traces, n), own = array(through_.own, n);
-    traces = var;
-    layer.weight_cov_forward(out, work_);
-    own = var;
+  // Of the last layer behind few units: its variances alone, which are `out` without what the units bring.
+  __attribute__((noinline)) void add_units(const Layer<T> &layer, const Cov<T> &in, const Cov<T> &out) {
+    std::memcpy(through_.own, out.data, static_cast<std::size_t>(outputs()) * sizeof(T));
     through_.add_shared(layer.loops, layer.w.mean, in, out.data);
   }
   Cov<T> units_cov() const { return cov_out(layers() - 2, 1); }
@@ -329,7 +321,8 @@ class Filter : public FilterParts<T> {
     }
   }
   // The adjoint of the last layer, and of the units in front of it, behind their ReLU.
-  void measure_narrow(const T *y, const Noise<T> &R, const Adjoint<T> &top, const Adjoint<T> &units) {
+  __attribute__((noinline)) void measure_narrow(const T *y, const Noise<T> &R, const Adjoint<T> &top,
+                                                const Adjoint<T> &units) {
     const Layer<T> &layer = layers_[layers() - 1];
     const Index m = units.rank;
     const T *const gates = relu_[layers() - 2].gates;
@@ -426,12 +419,12 @@ class Filter : public FilterParts<T> {
   // Row a alone, after the rows before it were learned.
   void forward_row(Index a, Layer<T> &layer, const Cov<T> &cov) {
     layer.z = layers_[0].z + a * layer.w.z_stride;
-    forward_layer(layer, nullptr, cov, false);
+    forward_layer(layer, nullptr, cov, true);
     measurement_.rows = 1;
     measurement_.predict(u_, layer.w.stride, cov, *cfg_);
     measurement_.rows = rows_;
   }
-  void add_cov_apart(T weight, T *cov) {
+  KBT_SELDOM void add_cov_apart(T weight, T *cov) {
     const Index n = outputs(), K = rows_ * n;
     const Cov<T> own = cov_out(0, rows_);
     const Apart<T> seen = outputs_at(own);

@@ -39,7 +39,7 @@ class FilterParts {
   }
 
   // Largest number of elements any single array takes, as a double: an overflow is seen before an integer could wrap.
-  static double largest_array(const kbt_config &cfg) {
+  KBT_SELDOM static double largest_array(const kbt_config &cfg) {
     const double rows = cfg.max_rows;
     double rank = rows * cfg.widths[cfg.layers];
     if (outputs_apart(cfg)) {

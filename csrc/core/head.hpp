@@ -41,7 +41,7 @@ class Head : public kbt_head {
   }
 
   // Largest number of elements of any array, as a double: an overflow is seen before an integer could wrap.
-  static double largest_array(const kbt_config &cfg) {
+  KBT_SELDOM static double largest_array(const kbt_config &cfg) {
     if (!kbt::has_members(cfg)) return Filter<T>::largest_array(cfg);
     const double rows = cfg.max_rows, rank = rows * cfg.widths[cfg.layers];
     return (rows + cfg.widths[0] + 1.0) * (cfg.widths[0] + rank + 1.0) * 16.0 + rank * rank * 16.0;
@@ -161,7 +161,7 @@ class Head : public kbt_head {
   }
 
   // Back to the prior, of a watchful head.
-  void reset() {
+  KBT_SELDOM void reset() {
     if (has_members()) {
       store_.reset();
     } else {
@@ -169,7 +169,7 @@ class Head : public kbt_head {
     }
     restart();
   }
-  void suppose_changed() {
+  KBT_SELDOM void suppose_changed() {
     if (samples == 0) return;
     if (has_members()) {
       store_.begin_fresh(false);

@@ -27,16 +27,10 @@ struct Layer : LayerParts<T> {
     }
   }
 
-  // (2.2), the part that the input covariance brings: w_j^T C_ab w_k + sum_pq S_jk[p,q] C_ab[p,q]
-  void input_cov_forward(const Cov<T> &in, const Cov<T> &out, const Work<T> &work) const {
-    if (in.dense) {
-      dense_input_means(in, out, work);
-    } else {
-      independent_input_means(in, out);
-    }
-    input_trace_forward(in, out, work);
-  }
-  void input_trace_forward(const Cov<T> &in, const Cov<T> &out, const Work<T> &work) const {
+  // (2.2), the part that the input covariance brings: w_j^T C_ab w_k, with `means`, + sum_pq S_jk[p,q] C_ab[p,q]
+  void input_cov_forward(const Cov<T> &in, const Cov<T> &out, bool means, const Work<T> &work) const {
+    if (means && in.dense) dense_input_means(in, out, work);
+    if (means && !in.dense) independent_input_means(in, out);
     with_structure([&](auto structure) { structure.input_cov(*this, in, out, work); });
   }
 

@@ -56,7 +56,7 @@ struct Measurement {
     }
   }
   // (2.7), (2.8)
-  void predict_taylor(const T *u, Index stride, const Cov<T> &cov, const kbt_config &cfg) {
+  KBT_SELDOM void predict_taylor(const T *u, Index stride, const Cov<T> &cov, const kbt_config &cfg) {
     for (Index a = 0; a < rows; ++a) {
       T *const pa = p + a * n, *const to = mean + a * n;
       softmax(u + a * stride, n, pa);
@@ -198,7 +198,7 @@ struct Measurement {
   // `replace`, the paper's rule: the output becomes y with covariance `noise`, Lambda = V (noise - S) V with V = S^-1.
   // In the basis where S = I and noise = diag(l), Lambda = diag(l - 1): variance shrinks where l < 1 and grows
   // elsewhere.
-  void replace(const T *cov, const T *y, const Noise<T> &noise, const Adjoint<T> &adjoint) {
+  KBT_SELDOM void replace(const T *cov, const T *y, const Noise<T> &noise, const Adjoint<T> &adjoint) {
     const Index K = rows * n;
     innovate(y);
     for (Index i = 0; i < K * K; ++i) L[i] = cov[i];

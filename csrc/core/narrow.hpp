@@ -1,5 +1,5 @@
 // narrow.hpp - the measurement of a gaussian head with more outputs than hidden units in front of them. Outputs are
-// correlated through these units alone, so all that is solved has their number: method.md (10.4) to (10.6). One row.
+// correlated through these units alone, so all that is solved has their number: method.md (10.2) to (10.4). One row.
 #pragma once
 
 #include "arena.hpp"
@@ -21,7 +21,7 @@ struct Narrow {
   T *seen, *rho, *pull;     // m: O e / sqrt(D); L^-1 of it; r of the units
   T nis, log_density;
 
-  void plan(Index units, Index outputs, Index padded_outputs, Arena &arena) {
+  KBT_SELDOM void plan(Index units, Index outputs, Index padded_outputs, Arena &arena) {
     m = units;
     n = outputs;
     stride = padded_outputs;
@@ -111,7 +111,7 @@ struct Narrow {
       for (Index o = 0; o < n; ++o) x[o] = root > T(0) ? x[o] / root : T(0);
     }
   }
-  // (10.5): L L^T = I + F^T C F
+  // (10.3): L L^T = I + F^T C F
   void innovation(const Loops<T> &loops, const Cov<T> &C) {
     fill(X, T(0), m * m);
     for (Index p = 0; p < m; ++p) {
@@ -126,7 +126,7 @@ struct Narrow {
     for (Index i = 0; i < m; ++i) L[i * (m + 1)] += T(1);
     cholesky(L, m, T(1));
   }
-  // (10.6)
+  // (10.4)
   void measure_outputs(const Loops<T> &loops, const T *noise, T *r) {
     for (Index i = 0; i < m * stride; ++i) S[i] = O[i];
     solve_lower_rows(L, m, S, stride);

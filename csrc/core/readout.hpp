@@ -90,8 +90,8 @@ class Readout {
 
   // The label of the latest pass.
   //
-  // method.md (10.2), for the label, the most probable classes and all rows in the table. If other classes learned as
-  // well, their logits at this input would move by -b p_c at most, which bounds what they could matter by (10.3).
+  // method.md (10.5), for the label, the most probable classes and all rows in the table. If other classes learned as
+  // well, their logits at this input would move by -b p_c at most, which bounds what they could matter by (10.6).
   void learn(std::int32_t label, kbt_readout_result *result) {
     T widest = T(0), spread = T(0);
     const T tau = T(kReadoutSmoothing), whole = T(1) + T(classes()) * tau;

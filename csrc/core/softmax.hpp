@@ -23,7 +23,7 @@ void softmax(const T *u, Index n, T *p) {
 // S is the n x n covariance of u with leading dimension ld. mean may not alias p. Where S is so large that rounding
 // leaves nothing of the series, the mean is p.
 template <class T>
-void softmax_second_order(const T *p, const T *S, Index ld, Index n, T *mean) {
+KBT_SELDOM void softmax_second_order(const T *p, const T *S, Index ld, Index n, T *mean) {
   T own = T(0), whole = T(0);
   for (Index i = 0; i < n; ++i) {
     mean[i] = dot(S + i * ld, p, n);  // (S p)_i, for the moment

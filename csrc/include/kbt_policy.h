@@ -42,10 +42,10 @@ typedef struct kbt_policy {
   float *h;                     /* rows x d, the network's output */
   double *wide_h;               /* rows x d for a float64 head, else NULL */
   void *u;                      /* room for rows x d_o in the head's dtype */
-  double *noise;                /* room for d_o x d_o; NULL: noise is never given */
+  double *noise;                /* room for d_o, with KBT_NOISE_MATRIX d_o x d_o; NULL: noise is never given */
   /* Shared by all policies of one head: the policy that made the latest prediction. NULL: the only user of the head. */
   const struct kbt_policy **latest;
-  int32_t d, outputs, is_double; /* set by kbt_policy_init */
+  int32_t d, outputs, is_double, takes_matrix; /* set by kbt_policy_init */
 } kbt_policy;
 
 /* Check what was filled in, and read the sizes from the head. KBT_E_NULL, or KBT_E_ROWS. */
@@ -80,11 +80,11 @@ KBT_API kbt_status kbt_policy_update_rows_labels(kbt_policy *policy, const int32
 
 /* y in the units of the head: u (rows x d_o) in the head's dtype. Numbers that do not fit become infinite. */
 KBT_API void kbt_policy_target(const kbt_policy *policy, const double *y, void *u);
-/* Noise in squared units of y as noise of u, for `outputs` scales. `to` has room for outputs * outputs numbers;
- * *to_count is outputs or outputs * outputs. KBT_E_NOISE: `count` is none of 1, outputs and outputs * outputs. */
+/* Noise in squared units of y as noise of u, for `outputs` scales. *to_count is outputs or outputs * outputs, and `to`
+ * has room for them. KBT_E_NOISE: `count` is none of 1, outputs and outputs * outputs. */
 KBT_API kbt_status kbt_policy_scale_noise(const double *noise, int32_t count, const double *scale, int32_t outputs,
                                           double *to, int32_t *to_count);
-/* The head's noise in squared units of y; room for d_o * d_o numbers is required, *count is d_o or d_o * d_o. */
+/* The head's noise in squared units of y; *count is d_o or d_o * d_o, with room as for kbt_get_noise. */
 KBT_API kbt_status kbt_policy_get_noise(const kbt_policy *policy, double *noise, int32_t *count);
 
 #ifdef __cplusplus

@@ -41,7 +41,7 @@ def softmax(u: Array) -> Array:
 
 
 class Plain:
-    """method.md (10.2) in float64, for all classes, with P as a matrix."""
+    """method.md (10.5) in float64, for all classes, with P as a matrix."""
 
     def __init__(self, weight: Array, bias: Array, prior_var: float) -> None:
         self.W = np.column_stack([weight, bias]).astype(float)
