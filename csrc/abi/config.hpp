@@ -31,6 +31,9 @@ KBT_SELDOM inline const char *bad_setting(const kbt_config &cfg) {
 #ifdef KBT_ONLY_FILTER
   if (cfg.drift < 0.0) return "drift";
 #endif
+#ifdef KBT_ONLY_JOINT
+  if (cfg.layers == 1 || outputs_behind_few(cfg)) return "layers";
+#endif
   for (int i = 0; i <= cfg.layers; ++i) {
     if (cfg.widths[i] < 1 || cfg.widths[i] > kWidest) return "widths";
   }

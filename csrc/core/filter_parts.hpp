@@ -11,6 +11,12 @@
 
 namespace kbt {
 
+#ifdef KBT_ONLY_JOINT
+constexpr bool kOnlyJoint = true;  // a firmware that leaves the code of apart.hpp and narrow.hpp out
+#else
+constexpr bool kOnlyJoint = false;
+#endif
+
 template <class T>
 class FilterParts {
  public:
@@ -88,8 +94,8 @@ class FilterParts {
   Cov<T> input_cov(T *data, Index rows) const {
     return Cov<T>{data, cfg_->covariance == KBT_FULL, rows, inputs(), inputs()};
   }
-  bool apart() const { return apart_; }
-  bool narrow() const { return narrow_; }
+  bool apart() const { return !kOnlyJoint && apart_; }
+  bool narrow() const { return !kOnlyJoint && narrow_; }
   bool fuse() const { return cfg_->rule == KBT_FUSE; }
   bool softmax_output() const { return cfg_->output == KBT_SOFTMAX; }
   bool learns_noise() const { return cfg_->noise == KBT_NOISE_ADAPTIVE; }

@@ -109,7 +109,9 @@ def _defines(config: dict[str, Any]) -> list[str]:
         and config["input_var"] == 0
     )
     kind = "KBT_ONLY_FILTER" if config["drift"] != "auto" else "KBT_ONLY_MEMBERS" if members else "KBT_ONLY_BANK"
-    return [kind] + ["KBT_NO_FLOAT64"] * (config["dtype"] == "float32")
+    widths = config["widths"]
+    joint = len(widths) > 2 and widths[-1] <= widths[-2]
+    return [kind] + ["KBT_ONLY_JOINT"] * joint + ["KBT_NO_FLOAT64"] * (config["dtype"] == "float32")
 
 
 def _rounded(count: int) -> int:
