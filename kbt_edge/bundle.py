@@ -30,8 +30,8 @@ from typing import Any, Final, NoReturn
 
 from kbt_edge import _core
 from kbt_edge._files import make_folder, read_bounded, write_atomic
+from kbt_edge._memory import memory_limit
 from kbt_edge.errors import BundleError
-from kbt_edge.head import memory_limit
 from kbt_edge.onnxfile import MAX_BYTES
 from kbt_edge.settings import DTYPES, OUTPUTS
 
@@ -120,15 +120,12 @@ def is_shipped(folder: Path) -> bool:
 
 def read(folder: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> Bundle:
     """The bundle in ``folder``, its files checked against each other. None may have more than ``max_bytes``."""
-    folder = Path(folder)
-    with _named(folder):
+    with _named(folder := Path(folder)):
         said = _read_json(folder)
         for name, size in ((TRUNK, said["trunk"]["bytes"]), (HEAD, said["head"]["bytes"])):
             if size > max_bytes:
-                raise BundleError(
-                    f"{folder / name}: expected at most max_bytes = {max_bytes}, got {_Check.shown(size)} bytes; "
-                    "load it with a larger max_bytes if you trust it"
-                )
+                got = f"got {_Check.shown(size)} bytes; load a file that you trust with a larger max_bytes"
+                raise BundleError(f"{folder / name}: expected at most max_bytes = {max_bytes}, {got}")
         trunk = _read_file(folder, TRUNK, said["trunk"]["bytes"])
         head = _read_file(folder, HEAD, said["head"]["bytes"], GROWN)
     bundle = Bundle(

@@ -12,15 +12,14 @@ import numpy.typing as npt
 from kbt_edge import _core
 from kbt_edge._arrays import Array, plain_array, real_array, shape_error
 from kbt_edge._files import read_bounded, write_atomic
+from kbt_edge._memory import memory_limit, new_core, too_large
 from kbt_edge._samples import must_be_latest, raise_rejection, rows_of_h, sample_noise, targets
 from kbt_edge._status import blob_error
 from kbt_edge.errors import BundleError, DtypeError, KbtError, RangeError, ShapeError
 from kbt_edge.results import Change, Counters, Health, Layer, Prediction, Update
 from kbt_edge.settings import (
-    COVARIANCES,
     DEFAULTS,
     NOISES,
-    OUTPUTS,
     HeadSettings,
     checked_dtype,
     described,
@@ -332,7 +331,7 @@ class Head:
                 f"blob: expected a head of at most {most} bytes, got one of {config.arena_bytes()} "
                 f"(widths {config.widths}, max_rows {config.max_rows}); max_memory allows more"
             )
-        head._core = _new_core(config, BundleError)
+        head._core = new_core(config, BundleError)
         head.restore(blob)
         return head
 
@@ -400,8 +399,8 @@ class Head:
         config, noise = make_config(widths, settings)
         most = integer("max_memory", max_memory, 0, 1 << 62)
         if not 0 < config.arena_bytes() <= most:
-            raise RangeError(_too_large(config, settings.get("covariance", DEFAULTS["covariance"]), most), _core.E_SIZE)
-        self._core = _new_core(config, RangeError)
+            raise RangeError(too_large(config, settings.get("covariance", DEFAULTS["covariance"]), most), _core.E_SIZE)
+        self._core = new_core(config, RangeError)
         if NOISES[config.noise] != "multinomial":
             self._must(self._core.set_noise(noise))
 
@@ -414,52 +413,9 @@ class Head:
         raise_rejection(result if isinstance(result, int) else 0, arguments or {}, self._core.config)
 
 
-def memory_limit(blob: bytes) -> int:
-    """Default limit for the memory of a head from this blob."""
-    return (1 << 27) + 64 * len(blob)
-
-
 def _again(blob: bytes, nbytes: int) -> Head:
     """A copy of a head of this process, or of one that was pickled."""
     return Head.from_bytes(blob, max_memory=nbytes)
-
-
-def _new_core(config: _core.Config, error: type[KbtError]) -> _core.Core:
-    try:
-        return _core.Core(config)
-    except MemoryError:
-        size, shape = _bytes_in_words(config.arena_bytes()), f"widths {config.widths}, max_rows {config.max_rows}"
-        raise error(f"hidden, max_rows: no memory for a head of {size} ({shape})", _core.E_SIZE) from None
-
-
-def _too_large(config: _core.Config, covariance: str, most: int) -> str:
-    """What the head would take, and which structures would fit."""
-    given, fits = config.covariance, []
-    needed = config.arena_bytes()
-    for i, name in enumerate(COVARIANCES):
-        config.covariance = i
-        if not config.check()[0] and 0 < config.arena_bytes() <= most:
-            fits.append(f"covariance={name!r} takes {_bytes_in_words(config.arena_bytes())}")
-    config.covariance = given
-    drift, config.drift = config.drift, 0.0
-    if drift < 0 and not config.check()[0] and 0 < config.arena_bytes() <= most:
-        fits.append(f"drift=0.0 takes {_bytes_in_words(config.arena_bytes())}")
-    config.drift = drift
-    if OUTPUTS[config.output] == "softmax" and config.layers == 1:
-        fits.append("kbt_edge.Readout is for thousands of classes")
-    size = f"one of {_bytes_in_words(needed)}" if needed else "one beyond the address space"
-    return (
-        f"weight, hidden, max_rows: expected a head of at most max_memory = {_bytes_in_words(most)}, got {size} "
-        f"(outputs x width: {config.widths[-1]} x {config.widths[-2]}, widths {' → '.join(map(str, config.widths))}, "
-        f"max_rows {config.max_rows}, covariance {covariance!r}); "
-        f"{'; '.join(fits) or 'no structure fits: use smaller hidden layers'}; or use a larger max_memory"
-    )
-
-
-def _bytes_in_words(count: int) -> str:
-    return (
-        f"{count / 2**30:.3g} GiB" if count >= 2**30 else f"{count / 2**20:.3g} MiB" if count >= 2**20 else f"{count} B"
-    )
 
 
 def _bytes(blob: object) -> bytes:

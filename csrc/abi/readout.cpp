@@ -153,9 +153,15 @@ kbt_status kbt_readout_update(kbt_readout *r, const float *h, int32_t label, kbt
   return status == KBT_OK ? kbt_readout_observe(r, label, result) : status;
 }
 
-uint64_t kbt_readout_samples(const kbt_readout *r) { return r == nullptr ? 0 : r->samples; }
-uint64_t kbt_readout_dropped(const kbt_readout *r) { return r == nullptr ? 0 : r->dropped; }
-int32_t kbt_readout_held(const kbt_readout *r) { return r == nullptr ? 0 : static_cast<int32_t>(r->held); }
+uint64_t kbt_readout_samples(const kbt_readout *r) {
+  return r == nullptr ? 0 : r->samples;
+}
+uint64_t kbt_readout_dropped(const kbt_readout *r) {
+  return r == nullptr ? 0 : r->dropped;
+}
+int32_t kbt_readout_held(const kbt_readout *r) {
+  return r == nullptr ? 0 : static_cast<int32_t>(r->held);
+}
 kbt_status kbt_readout_reset(kbt_readout *r) {
   if (r == nullptr) return KBT_E_NULL;
   r->reset();

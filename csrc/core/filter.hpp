@@ -19,8 +19,8 @@ class Filter : public FilterParts<T> {
       Parts::scales_with_noise, Parts::softmax_output;
   using Parts::measurement_, Parts::nis_, Parts::noise_, Parts::noise_given_, Parts::other_cov_, Parts::other_z_,
       Parts::relu_;
-  using Parts::rows_, Parts::scale_with_noise, Parts::take_noise, Parts::series_, Parts::u_, Parts::variances_,
-      Parts::weight_, Parts::work_;
+  using Parts::rows_, Parts::scale_with_noise, Parts::steps_in_range, Parts::take_noise, Parts::series_, Parts::u_,
+      Parts::variances_, Parts::weight_, Parts::work_;
 
  public:
   using Parts::inputs, Parts::layers, Parts::noise_in_range, Parts::outputs;
@@ -340,27 +340,6 @@ class Filter : public FilterParts<T> {
     measurement_.nis = through_.nis;
     measurement_.log_likelihood = through_.log_density;
   }
-  // A weight moves by at most sqrt(S_pp) sqrt(Var u) |r|. Rejects what could leave the range of T.
-  bool steps_in_range(Index i, const Adjoint<T> &adj) const {
-    if (!all_finite(adj.data, adj.count())) return false;
-    return weighted_dot(adj.r(0), variances_[i], adj.r(0), adj.rows * adj.stride) < kLargest<T> &&
-           (fuse() || growth_in_range(i, adj));
-  }
-  // Growth along b multiplies a variance by at most 1 + Var(b^T u); that of a weight is a sum of U^2 D, and the factors
-  // of a step stay below the growth divided by the smallest D.
-  bool growth_in_range(Index i, const Adjoint<T> &adj) const {
-    const Posterior<T> &w = layers_[i].w;
-    const Index count = adj.rows * adj.stride;
-    T growth = T(1);
-    for (Index k = 0; k < adj.rank; ++k) {
-      if (adj.signs[k] < T(0)) growth *= T(1) + T(count) * weighted_dot(adj.B(k, 0), variances_[i], adj.B(k, 0), count);
-    }
-    if (growth == T(1)) return true;
-    const typename Posterior<T>::Range D = w.range_of_D();
-    const T steepest = largest_magnitude(w.u, w.u_count(), T(1));
-    return growth * D.largest * steepest * steepest < kLargest<T> && growth < D.smallest * kLargest<T>;
-  }
-
   // ---- update where outputs are apart: apart.hpp -------------------------------------------------------------------
 
   Apart<T> outputs_at(const Cov<T> &cov) {
