@@ -116,7 +116,7 @@ def fuzz(target: Target, seconds: int, runs: int, jobs: int, seed: int, work: Pa
     return outcome
 
 
-STRUCTURES = ("full", "neuron", "diagonal")
+STRUCTURES = ("full", "neuron", "diagonal", "shared")
 
 
 def build_plain(folder: Path) -> list[Path]:

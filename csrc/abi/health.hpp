@@ -66,9 +66,11 @@ void measure_variances(const Head<T> &head, kbt_health &health) {
 template <class T>
 void measure_members(const Head<T> &head, kbt_health &health) {
   const MemberStore<T> &s = head.store();
-  health.smallest_var = std::numeric_limits<double>::max();
+  const double most = std::numeric_limits<double>::max();
+  health.smallest_var = most;
   for (Index i = 0; i < s.M * kLanes; ++i) {
-    const double var = static_cast<double>(s.d[i]) * static_cast<double>(s.noise(0, 0, i % kLanes));
+    const double product = static_cast<double>(s.d[i]) * static_cast<double>(s.noise(0, 0, i % kLanes));
+    const double var = product < most ? product : most;
     if (i % kLanes >= s.kRegular) continue;
     if (var < health.smallest_var) health.smallest_var = var;
     if (var > health.largest_var) health.largest_var = var;

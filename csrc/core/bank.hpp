@@ -111,7 +111,8 @@ class Bank {
     for (Index k = 0; k < count_; ++k) {
       if (filters_[k].forward(rows_) != KBT_OK) status = KBT_E_RANGE;
     }
-    return status == KBT_OK && several() ? mix() : status;
+    if (status == KBT_OK && several()) return input_size() < kLargest<T> ? mix() : KBT_E_RANGE;
+    return status;
   }
 
   void read_prediction(T *mean, T *total_var) {

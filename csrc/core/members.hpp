@@ -199,6 +199,7 @@ class Members {
   bool in_range(const Store &s, Index a) const {
     if (!all_finite(total_ + a * s.O, s.O)) return false;
     return largest_magnitude(means_ + a * s.O * L, s.O * L, T(0)) < farthest() &&
+           largest_magnitude(z_ + a * z_stride_, s.M, T(0)) < farthest() &&  // the prior is divided by its square
            largest_magnitude(c_ + a * L, L, T(0)) < kLargest<T>;
   }
 

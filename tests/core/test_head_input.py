@@ -469,6 +469,28 @@ def test_a_head_that_takes_more_than_a_gibibyte_is_made_only_if_asked_for() -> N
     rejected(DtypeError, "max_memory", lambda: kbt.Head(weight, max_memory=1e9))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("settings", [{}, {"noise": "full"}, {"hidden": (6,)}, {"output": "softmax"}], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_an_input_whose_square_overflows_is_rejected_by_a_watchful_head(settings: dict[str, Any], dtype: str) -> None:
+    """Its prior is in units of |h|²."""
+    rng = np.random.default_rng(0)
+    huge = 3e38 if dtype == "float32" else 1e200
+    h = np.array([[1.0, huge, 0.5], [1.0, 2.0, 3.0]])
+    y = np.array([0, 1]) if "output" in settings else rng.normal(size=(2, 2))
+    for learned in (0, 5):
+        head = kbt.Head(np.zeros((2, 3)), max_rows=2, dtype=dtype, **settings)  # type: ignore[arg-type]
+        for _ in range(learned):
+            head.update(rng.normal(size=(2, 3)), y)
+        before = head.to_bytes()
+        for call in (lambda head=head: head.update(h, y), lambda head=head: head.predict(h)):
+            with pytest.raises(NumericsError):
+                call()
+        assert head.to_bytes() == before
+        head.update(rng.normal(size=(2, 3)), y)
+        assert all(np.isfinite(mean).all() for mean in head.means)
+        assert kbt.Head.from_bytes(head.to_bytes()).to_bytes() == head.to_bytes()
+
+
 def test_softmax_needs_two_outputs() -> None:
     rejected(RangeError, "output", lambda: kbt.Head(WEIGHT[:1], output="softmax"))
 

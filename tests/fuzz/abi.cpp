@@ -45,13 +45,13 @@ kbt_config configuration(fuzz::Bytes &in) {
   cfg.layers = 1 + in.below(3);
   for (int i = 1; i < cfg.layers; ++i) {
     cfg.widths[i + 1] = cfg.widths[i];
-    cfg.widths[i] = in.rarely() ? 1 + in.below(8) : 2 * cfg.widths[0] + in.below(6);
+    cfg.widths[i] = in.below(4) == 0 ? 1 + in.below(8) : 2 * cfg.widths[0] + in.below(6);
   }
   cfg.max_rows = 1 + in.below(3);
   cfg.output = in.below(2);
-  cfg.covariance = in.below(3);
+  cfg.covariance = in.below(5) - 1;
   cfg.rule = in.below(4) == 0;
-  cfg.noise = in.below(4);
+  cfg.noise = in.below(5);
   cfg.relu_order = 2 + in.below(3);
   cfg.softmax_order = in.below(3);
   const bool automatic = in.below(3) == 0;
