@@ -170,14 +170,16 @@ KBT_SELDOM void write_body(const Head<T> &head, Writer &out, bool last = true) {
   const Index noise_count = head.noise().count();
   out.i32(static_cast<std::int32_t>(noise_count));
   const auto put = [&](T x) { out.real(x); };
+  const auto put_bounded = [&](T x, double, double) { out.real(x); };
   for (Index i = 0; i < noise_count; ++i) out.real(head.noise().values[i]);
   const Bank<T> &bank = head.bank();
-  if (head.has_members()) head.store().visit(put, put, put);
+  if (head.has_members()) head.store().visit(put, put, put, put_bounded);
   for (Index k = 0; !head.has_members() && k < bank.count(); ++k) {
     for (Index i = 0; k > 0 && i < noise_count; ++i) out.real(bank.filter(k).noise().values[i]);
     for (Index i = 0; i < head.layers(); ++i) visit_layer(bank.filter(k).weights(i), put, put, put);
   }
-  if (!head.has_members() && bank.several()) bank.visit_extra(noise_count != head.outputs(), put, put, put);
+  if (!head.has_members() && bank.several())
+    bank.visit_extra(noise_count != head.outputs(), put, put, put, put_bounded);
   if (last) out.flush();
 }
 
@@ -339,12 +341,17 @@ KBT_SELDOM kbt_status read_state(Head<T> &head, const unsigned char *blob, std::
       for (Index i = 0; i < n; ++i) valid = valid && found[count == n ? i : i * n + i] >= T(kNoiseFloor);
       if (commit) noise.restore(found, count);
     };
+    const auto take_variance = [&](T &x) { return take(x, T(0)); };
+    const auto take_noise = [&](T &x) { take(x, T(kNoiseFloor)); };
+    const auto take_bounded = [&](T &x, double least, double highest) {
+      valid = take(x, T(least)) <= T(highest) && valid;
+    };
     read_noise(head.noise());
     if (!valid) return KBT_E_BLOB_VALUE;
     if (head.has_members()) {
       const T most = std::numeric_limits<T>::max() / T(head.store().M);
-      head.store().visit([&](T &x) { take(x, kAny); }, [&](T &x) { valid = take(x, T(0)) <= most && valid; },
-                         [&](T &x) { take(x, T(kNoiseFloor)); });
+      head.store().visit([&](T &x) { take(x, kAny); }, [&](T &x) { valid = take_variance(x) <= most && valid; },
+                         take_noise, take_bounded);
     }
     for (Index k = 0; !head.has_members() && k < head.bank().count(); ++k) {
       if (k > 0) read_noise(head.bank().filter(k).noise());
@@ -352,8 +359,7 @@ KBT_SELDOM kbt_status read_state(Head<T> &head, const unsigned char *blob, std::
     }
     if (!head.has_members() && head.bank().several()) {
       head.bank().visit_extra(
-          count != n, [&](T &x) { take(x, kAny); }, [&](T &x) { take(x, T(0)); },
-          [&](T &x) { take(x, T(kNoiseFloor)); });
+          count != n, [&](T &x) { take(x, kAny); }, take_variance, take_noise, take_bounded);
     }
     if (!in.complete() || !valid) return KBT_E_BLOB_VALUE;
     if (commit) {

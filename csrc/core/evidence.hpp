@@ -15,12 +15,13 @@ constexpr double kProof = 16.0;     // nats of evidence that make a change
 constexpr double kDoubt = 8.0;      // nats at which a challenger is as probable as the members
 constexpr int kYoung = 120;  // samples for which a challenger must have been ahead before the plant counts as changed
 constexpr int kLives = 3;    // the fresh member begins anew after 3 (d + 1) samples, and not before 3 times the above
-constexpr int kMostReturns = 3;      // each return doubles the patience, up to eight times
-constexpr double kLeadRate = 0.5;    // nats per sample by which it must have been ahead
-constexpr double kMostProof = 24.0;  // nats: evidence beyond is not saved up for worse times
-constexpr double kFade = 0.998;      // of log weights per sample: they remember 500 samples
-constexpr double kShare = 1e-3;      // of the weights is spread evenly, so that no member is lost
-constexpr int kSizeMemory = 1000;    // samples that the mean of |z|^2 remembers
+constexpr int kMostReturns = 3;            // each return doubles the patience, up to eight times
+constexpr double kLeadRate = 0.5;          // nats per sample by which it must have been ahead
+constexpr double kMostProof = 24.0;        // nats: evidence beyond is not saved up for worse times
+constexpr double kFade = 0.998;            // of log weights per sample: they remember 500 samples
+constexpr double kShare = 1e-3;            // of the weights is spread evenly, so that no member is lost
+constexpr double kLeastLogWeight = -20.0;  // no log weight is below: kShare of the weights is spread evenly
+constexpr int kSizeMemory = 1000;          // samples that the mean of |z|^2 remembers, and where ages stop
 
 struct MemberEvent {
   int kind;         // KBT_NO_CHANGE, KBT_CHANGED, KBT_RETURNED

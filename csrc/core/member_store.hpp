@@ -74,10 +74,10 @@ struct MemberStore : Evidence<T, 6> {
     take(kept, kept_count());
     take(book, kBook);
   }
-  // Calls variance(x) for each number that cannot be negative, noise(x) for each variance of noise, and value(x) for
-  // the others.
-  template <class Value, class Variance, class Noise>
-  KBT_SELDOM void visit(Value value, Variance variance, Noise noise) const {
+  // Calls variance(x) for each number that cannot be negative, noise(x) for each variance of noise,
+  // bounded(x, least, most) for those of a known range, and value(x) for the others.
+  template <class Value, class Variance, class Noise, class Bounded>
+  KBT_SELDOM void visit(Value value, Variance variance, Noise noise, Bounded bounded) const {
     const auto all = [](T *x, Index n, auto f) {
       for (Index i = 0; i < n; ++i) f(x[i]);
     };
@@ -96,8 +96,8 @@ struct MemberStore : Evidence<T, 6> {
     all(d, M * L, variance);
     all(u, LaneUD<T>::u_count(M), value);
     noises(R, L);
-    all(log_weights, L, value);
-    all(ages, L, variance);
+    for (Index l = 0; l < L; ++l) bounded(log_weights[l], kLeastLogWeight, 0.0);
+    for (Index l = 0; l < L; ++l) bounded(ages[l], 0.0, double{kSizeMemory});
     all(first_weights, O * M, value);
     noises(first_noise, 1);
     const Index u_count = LaneUD<T>::u_count(M) / L;

@@ -260,6 +260,32 @@ def test_a_noise_below_the_floor_is_rejected() -> None:
     rejected(with_real(NOISE, 0.0))
 
 
+# float32 numbers from the log weights and from the ages of a watchful head 2 -> 1 to the end of its blob.
+WATCHFUL = {"members": ({}, 44, 36), "bank": ({"hidden": (4,)}, 38, 22)}
+
+
+@pytest.mark.parametrize(("settings", "weights", "ages"), WATCHFUL.values(), ids=WATCHFUL)
+def test_log_weights_and_ages_that_no_head_can_reach_are_rejected(
+    settings: dict[str, Any], weights: int, ages: int
+) -> None:
+    head = kbt.Head(np.zeros((1, 2)), **settings)
+    for i in range(5):
+        head.update([0.5, float(i)], [1.0])
+    body = head.to_bytes()[HEADER.size :]
+
+    def changed(numbers: int, value: float) -> bytes:
+        return sealed(body[: -4 * numbers] + struct.pack("<f", value) + body[4 - 4 * numbers :])
+
+    for numbers, reachable, wrong in (
+        (weights, (-8.0, -1e-3, 0.0), (0.5, 1e4, 1e34, -21.0, -1e34)),
+        (ages, (0.0, 7.0, 1000.0), (-1.0, 1001.0, 8e34)),
+    ):
+        for value in reachable:
+            kbt.Head.from_bytes(changed(numbers, value)).update([0.5, 1.0], [1.0])
+        for value in wrong:
+            rejected(changed(numbers, value))
+
+
 @pytest.mark.parametrize("count", [-(2**31), -1, 0, 1, 3, 4, 5, 2**31 - 1])
 def test_a_wrong_number_of_noise_values_is_rejected(count: int) -> None:
     body = bytearray(make(SMALL).to_bytes()[HEADER.size :])

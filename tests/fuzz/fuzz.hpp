@@ -117,12 +117,12 @@ inline void little_endian(std::uint8_t *to, std::uint64_t value, int bytes) {
   for (int i = 0; i < bytes; ++i) to[i] = static_cast<std::uint8_t>(value >> (8 * i));
 }
 
-// Makes the header right for whatever stands behind it. States of version 1 stay so.
+// Makes the header right for whatever stands behind it. States keep their version, if there is one like it.
 inline void repair(std::uint8_t *data, std::size_t size, std::uint32_t magic) {
   if (size < kHeader) return;
-  const bool first_version = magic == kState && data[4] == 1;
+  const std::uint64_t version = magic == kState && data[4] >= 1 && data[4] <= 3 ? data[4] : 2;
   little_endian(data, magic, 4);
-  little_endian(data + 4, first_version ? 1 : 2, 4);
+  little_endian(data + 4, version, 4);
   little_endian(data + 8, size, 8);
   little_endian(data + 16, crc32(data + kHeader, size - kHeader), 4);
   little_endian(data + 20, 0, 4);

@@ -1,4 +1,6 @@
-"""Write the seeds of the bundle and flight log fuzzers, always the same: ``python tests/fuzz/make_seeds.py``."""
+"""Write the seeds of the blob, bundle and flight log fuzzers, always the same: ``python tests/fuzz/make_seeds.py``.
+
+Blobs of version 1 in the corpus were written by an earlier core."""
 
 from __future__ import annotations
 
@@ -23,7 +25,21 @@ CORPUS = Path(__file__).parent / "corpus"
 
 def seeds() -> dict[str, dict[str, bytes]]:
     """By target and name."""
-    return {"bundle": bundle_seeds(), "flight": flight_seeds()}
+    return {"blob": blob_seeds(), "bundle": bundle_seeds(), "flight": flight_seeds()}
+
+
+def blob_seeds() -> dict[str, bytes]:
+    """A head of each kind that has no state of version 1."""
+    kinds: dict[str, dict[str, Any]] = {
+        "members": {},
+        "noise-matrix-learned": {"noise": "full"},
+        "bank": {"hidden": (4,)},
+        "bank-matrix": {"hidden": (4,), "noise_var": [[0.5, 0.1], [0.1, 0.4]]},
+        "shared": {"drift": 0.0, "max_rows": 2},
+        "shared-softmax": {"output": "softmax", "covariance": "shared"},
+        "walk": {"drift": 0.01, "covariance": "neuron", "dtype": "float64"},
+    }
+    return {name: head(2, **settings).to_bytes() for name, settings in kinds.items()}
 
 
 def flight_seeds() -> dict[str, bytes]:
