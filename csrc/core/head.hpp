@@ -10,6 +10,18 @@
 
 namespace kbt {
 
+// Firmware for one kind of head leaves the code of the other out.
+#ifdef KBT_ONLY_MEMBERS
+constexpr bool kOnlyMembers = true;
+#else
+constexpr bool kOnlyMembers = false;
+#endif
+#if defined(KBT_ONLY_BANK) || defined(KBT_ONLY_FILTER)
+constexpr bool kOnlyBank = true;
+#else
+constexpr bool kOnlyBank = false;
+#endif
+
 template <class T>
 class Head : public kbt_head {
  public:
@@ -64,46 +76,19 @@ class Head : public kbt_head {
   Index layers() const { return cfg.layers; }
   Index inputs() const { return cfg.widths[0]; }
   Index outputs() const { return cfg.widths[cfg.layers]; }
-  // Firmware for one kind of head leaves the code of the other out.
-  bool has_members() const {
-#if defined(KBT_ONLY_MEMBERS)
-    return true;
-#elif defined(KBT_ONLY_BANK) || defined(KBT_ONLY_FILTER)
-    return false;
-#else
-    return kbt::has_members(cfg);
-#endif
-  }
-  bool watchful() const {
-    return cfg.drift < 0.0;
-  }
-  const MemberStore<T> &store() const {
-    return store_;
-  }  // of a head with members
-  Bank<T> &bank() {
-    return bank_;
-  }  // of any other
-  const Bank<T> &bank() const {
-    return bank_;
-  }
-  NoiseModel<T> &noise() {
-    return has_members() ? noise_ : bank_.filter(0).noise();
-  }
-  const NoiseModel<T> &noise() const {
-    return has_members() ? noise_ : bank_.filter(0).noise();
-  }
+  bool has_members() const { return kOnlyMembers || (!kOnlyBank && kbt::has_members(cfg)); }
+  bool watchful() const { return cfg.drift < 0.0; }
+  const MemberStore<T> &store() const { return store_; }  // of a head with members
+  Bank<T> &bank() { return bank_; }                       // of any other
+  const Bank<T> &bank() const { return bank_; }
+  NoiseModel<T> &noise() { return has_members() ? noise_ : bank_.filter(0).noise(); }
+  const NoiseModel<T> &noise() const { return has_members() ? noise_ : bank_.filter(0).noise(); }
   // h of the latest forward pass
-  const T *input(Index row) const {
-    return has_members() ? members_.input(row) : bank_.input(row);
-  }
+  const T *input(Index row) const { return has_members() ? members_.input(row) : bank_.input(row); }
   // All that learning changes, except the sample count and the kind of noise, as one piece: two heads of one
   // configuration have it in the same order.
-  const T *learned() const {
-    return learned_;
-  }
-  std::size_t learned_bytes() const {
-    return learned_bytes_;
-  }
+  const T *learned() const { return learned_; }
+  std::size_t learned_bytes() const { return learned_bytes_; }
   // From now on this head's learned numbers are these, in the order of learned(), with what belongs to them.
   void take_over(void *numbers, std::uint64_t its_samples, bool its_noise_is_matrix) {
     T *const to = static_cast<T *>(numbers);
@@ -195,9 +180,7 @@ class Head : public kbt_head {
 
   // The call that made the latest forward pass is rejected: the rows predicted before it wait to be observed again. No
   // weight has changed since, so their pass gives the same bits as before.
-  void take_back() {
-    forward(nullptr, rows_before_);
-  }
+  void take_back() { forward(nullptr, rows_before_); }
 
   // Results of the latest forward pass. total_var may be null.
   void read_prediction(T *mean, T *total_var) {
@@ -267,12 +250,8 @@ class Head : public kbt_head {
     return leading.count();
   }
 
-  T *noise_candidate() {
-    return candidate_;
-  }  // scratch for a noise to be checked
-  T *target() {
-    return target_;
-  }  // rank numbers of scratch for targets made from labels
+  T *noise_candidate() { return candidate_; }  // scratch for a noise to be checked
+  T *target() { return target_; }              // rank numbers of scratch for targets made from labels
 
  private:
   static constexpr std::uint64_t kMostSamples = std::numeric_limits<std::uint64_t>::max();  // where the count stops
