@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
 from cabi import HEADERS, build_core, compiler, run
 
 X86_64 = platform.machine() in ("x86_64", "AMD64")
-STRUCTURES = {"full": 0, "neuron": 1, "diagonal": 2}
+STRUCTURES = {"full": 0, "neuron": 1, "diagonal": 2}  # KBT_FULL and so on
+SINGLE_LAYER = {"shared": 3, "default": -1}
 # Instructions of one update, 16 -> 32 -> 1 float32: of the default build, and of one for the oldest machines.
 BUDGET = {"full": (750_000, 1_200_000), "neuron": (16_000, 30_000), "diagonal": (10_000, 15_000)}
 # The default head, 16 -> 1: an update as most are. The worst is one in which a surprise begins the fresh member anew,
@@ -37,6 +38,14 @@ LARGEST_EXPONENT = 1.1
 LARGEST_RECORDING = 0.02  # of an update, for a flight recorder that only records; the copy of the state comes beside it
 # d -> 2d -> 1. The factors of `full` grow with d^4 and would fill gigabytes at d = 128, so its sweep ends at 32.
 SWEEP = {"neuron": (8, 16, 32, 64, 128), "full": (8, 12, 16, 24, 32), "diagonal": (8, 16, 32, 64, 128)}
+# d -> outputs
+WIDTHS, OUTPUTS = (16, 32, 64, 128, 256, 512, 1024), (1, 8, 32, 100, 350, 1000, 3000, 8000)
+LAYER_SWEEP = {
+    "1 output": [(d, 1) for d in WIDTHS],
+    "100 outputs": [(d, 100) for d in WIDTHS],
+    "width 64": [(64, outputs) for outputs in OUTPUTS],
+    "width 512": [(512, outputs) for outputs in OUTPUTS],
+}
 
 
 def factors(structure: str, d: int) -> int:
@@ -51,6 +60,12 @@ def factors(structure: str, d: int) -> int:
     return total
 
 
+def layer_numbers(d: int, outputs: int) -> int:
+    """Stored numbers of one filter of a d -> outputs head whose outputs share a factor."""
+    m = d + 1
+    return m * (m + 1) // 2 + m * outputs
+
+
 def counted(*arguments: object) -> int:
     """Instructions of a whole run of the driver."""
     command = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", *map(str, arguments)]
@@ -63,18 +78,25 @@ def counted(*arguments: object) -> int:
 
 def instructions(driver: Path, structure: str, d: int, updates: int, *recorder: int) -> int:
     """Instructions of one update, averaged over ``updates`` of them; ``recorder``: samples of a flight recorder."""
-    counts = [counted(driver, STRUCTURES[structure], d, 2 * d, n, *recorder) for n in (updates, 2 * updates)]
+    counts = [counted(driver, STRUCTURES[structure], d, 2 * d, 1, n, *recorder) for n in (updates, 2 * updates)]
     return round((counts[1] - counts[0]) / updates)
+
+
+def layer_instructions(driver: Path, structure: str, d: int, outputs: int) -> int:
+    """Instructions of the third and fourth update of a head without a hidden layer, on average."""
+    counts = [counted(driver, SINGLE_LAYER[structure], d, 0, outputs, updates) for updates in (2, 4)]
+    return round((counts[1] - counts[0]) / 2)
 
 
 def watchful(driver: Path, d: int) -> dict[str, int]:
     """Instructions of one update of the default head d -> 1: usual, at the first surprise, when a change is noticed."""
-    noticed = int(run(driver, 1, d, 0, 2 * CHANGE))
+    head = SINGLE_LAYER["default"], d, 0, 1
+    noticed = int(run(driver, *head, 2 * CHANGE))
     if noticed <= CHANGE:
         raise RuntimeError(f"{driver}: expected a change to be noticed after update {CHANGE}, got {noticed}")
 
     def between(first: int, last: int) -> int:
-        counts = [counted(driver, 1, d, 0, updates) for updates in (first, last)]
+        counts = [counted(driver, *head, updates) for updates in (first, last)]
         return round((counts[1] - counts[0]) / (last - first))
 
     return {
@@ -102,6 +124,13 @@ def build(folder: Path, name: str) -> Path:
     return folder / name
 
 
+def growth(points: list[tuple[Any, int, int]]) -> dict[str, Any]:
+    """Exponents of instructions against stored numbers: over all points, and between the last two."""
+    stored, counts = (np.log([point[i] for point in points]) for i in (1, 2))
+    tail = float((counts[-1] - counts[-2]) / (stored[-1] - stored[-2]))
+    return {"points": points, "exponent": float(np.polyfit(stored, counts, 1)[0]), "tail": tail}
+
+
 def measure(folder: Path, quick: bool) -> dict[str, Any]:
     builds = ("default", "baseline")
     with ThreadPoolExecutor(2) as pool:
@@ -117,10 +146,13 @@ def measure(folder: Path, quick: bool) -> dict[str, Any]:
         for d in sizes:
             updates = max(2, min(50, 200_000 // factors(structure, d)))
             points.append((d, factors(structure, d), instructions(drivers["default"], structure, d, updates)))
-        stored, counted = (np.log([point[i] for point in points]) for i in (1, 2))
-        exponent = float(np.polyfit(stored, counted, 1)[0])
-        tail = float((counted[-1] - counted[-2]) / (stored[-1] - stored[-2]))
-        sweeps[structure] = {"points": points, "exponent": exponent, "tail": tail}
+        sweeps[structure] = growth(points)
+    layers: dict[str, Any] = {}
+    for structure in () if quick else SINGLE_LAYER:
+        for name, sizes in LAYER_SWEEP.items():
+            points = [((d, o), layer_numbers(d, o), layer_instructions(drivers["default"], structure, d, o))
+                      for d, o in sizes]  # fmt: skip
+            layers[f"{structure}, {name}"] = growth(points)
     recording = {}
     for structure in STRUCTURES:  # a recorder that never fills up; and one that begins a half with every sample
         alone = heads[structure]["default"]
@@ -131,6 +163,7 @@ def measure(folder: Path, quick: bool) -> dict[str, Any]:
         "update_16_32_1_float32": heads,
         "recording_16_32_1_float32": recording,
         "sweep_d_2d_1": sweeps,
+        "sweep_one_layer": layers,
     }
 
 
@@ -152,9 +185,9 @@ def broken_budgets(figures: dict[str, Any]) -> list[str]:
         budget = LARGEST_RECORDING * figures["update_16_32_1_float32"][structure]["default"]
         if structure == "neuron" and counts["record"] > budget:
             broken.append(f"{structure}: {counts['record']} instructions to record, budget {budget:.0f}")
-    for structure, sweep in figures["sweep_d_2d_1"].items():
+    for name, sweep in (figures["sweep_d_2d_1"] | figures["sweep_one_layer"]).items():
         if sweep["exponent"] > LARGEST_EXPONENT:
-            broken.append(f"{structure}: exponent {sweep['exponent']:.3f}, budget {LARGEST_EXPONENT}")
+            broken.append(f"{name}: exponent {sweep['exponent']:.3f}, budget {LARGEST_EXPONENT}")
     return broken
 
 
@@ -176,6 +209,10 @@ def show(figures: dict[str, Any]) -> None:
               f"(between the last two: {sweep['tail']:.3f}; budget {LARGEST_EXPONENT})")  # fmt: skip
         for d, stored, count in sweep["points"]:
             print(f"  d = {d:<4} factors {stored:>10,}  instructions {count:>12,}  per factor {count / stored:8.2f}")
+    print("\none linear layer, instructions against numbers   exponent  last two  per number")
+    for name, sweep in figures["sweep_one_layer"].items():
+        _, stored, count = sweep["points"][-1]
+        print(f"  {name:<46}{sweep['exponent']:>10.3f}{sweep['tail']:>10.3f}{count / stored:>12.2f}")
 
 
 def main() -> int:
