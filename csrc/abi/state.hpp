@@ -178,8 +178,7 @@ KBT_SELDOM void write_body(const Head<T> &head, Writer &out, bool last = true) {
     for (Index i = 0; k > 0 && i < noise_count; ++i) out.real(bank.filter(k).noise().values[i]);
     for (Index i = 0; i < head.layers(); ++i) visit_layer(bank.filter(k).weights(i), put, put, put);
   }
-  if (!head.has_members() && bank.several())
-    bank.visit_extra(noise_count != head.outputs(), put, put, put, put_bounded);
+  if (!head.has_members() && bank.several()) bank.visit_extra(noise_count != head.outputs(), put, put, put_bounded);
   if (last) out.flush();
 }
 
@@ -341,7 +340,6 @@ KBT_SELDOM kbt_status read_state(Head<T> &head, const unsigned char *blob, std::
       for (Index i = 0; i < n; ++i) valid = valid && found[count == n ? i : i * n + i] >= T(kNoiseFloor);
       if (commit) noise.restore(found, count);
     };
-    const auto take_variance = [&](T &x) { return take(x, T(0)); };
     const auto take_noise = [&](T &x) { take(x, T(kNoiseFloor)); };
     const auto take_bounded = [&](T &x, double least, double highest) {
       valid = take(x, T(least)) <= T(highest) && valid;
@@ -350,7 +348,7 @@ KBT_SELDOM kbt_status read_state(Head<T> &head, const unsigned char *blob, std::
     if (!valid) return KBT_E_BLOB_VALUE;
     if (head.has_members()) {
       const T most = std::numeric_limits<T>::max() / T(head.store().M);
-      head.store().visit([&](T &x) { take(x, kAny); }, [&](T &x) { valid = take_variance(x) <= most && valid; },
+      head.store().visit([&](T &x) { take(x, kAny); }, [&](T &x) { valid = take(x, T(0)) <= most && valid; },
                          take_noise, take_bounded);
     }
     for (Index k = 0; !head.has_members() && k < head.bank().count(); ++k) {
@@ -359,7 +357,7 @@ KBT_SELDOM kbt_status read_state(Head<T> &head, const unsigned char *blob, std::
     }
     if (!head.has_members() && head.bank().several()) {
       head.bank().visit_extra(
-          count != n, [&](T &x) { take(x, kAny); }, take_variance, take_noise, take_bounded);
+          count != n, [&](T &x) { take(x, kAny); }, take_noise, take_bounded);
     }
     if (!in.complete() || !valid) return KBT_E_BLOB_VALUE;
     if (commit) {

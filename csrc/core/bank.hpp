@@ -193,10 +193,10 @@ class Bank {
     return static_cast<float>(log_positive(sum / T(outputs())));
   }
 
-  // As MemberStore::visit, for each number that a bank keeps beside its filters. `matrix`: whether its noise is one,
-  // which a bank that is being read does not know yet.
-  template <class Value, class Variance, class Noise, class Bounded>
-  KBT_SELDOM void visit_extra(bool matrix, Value value, Variance variance, Noise noise, Bounded bounded) const {
+  // As MemberStore::visit, for each number that a bank keeps beside its filters, none of which is a variance of
+  // weights. `matrix`: whether its noise is one, which a bank that is being read does not know yet.
+  template <class Value, class Noise, class Bounded>
+  KBT_SELDOM void visit_extra(bool matrix, Value value, Noise noise, Bounded bounded) const {
     for (Index k = 0; k < kRegular; ++k) bounded(evidence_.log_weights[k], kLeastLogWeight, 0.0);
     for (Index i = 0; i < Weights::kBook; ++i) value(evidence_.book[i]);
     for (Index k = 0; k < kMost; ++k) bounded(ages_[k], 0.0, double{kSizeMemory});
