@@ -104,16 +104,15 @@ def chunk(d: int, outputs: int, rows: int, count: int) -> None:
     show(f"{d} → {rows} x {outputs}", timed(calls, count), {name: head.nbytes for name, head in heads.items()})
 
 
-def hidden(d: int, units: int, outputs: int, count: int) -> None:
+def hidden(d: int, units: int, outputs: int, count: int, output: Any = "gaussian") -> None:
     rng = np.random.default_rng(SEED)
-    head = kbt.Head(rng.normal(size=(outputs, d)) / np.sqrt(d), hidden=(units,), drift=0.0)
+    head = kbt.Head(rng.normal(size=(outputs, d)) / np.sqrt(d), hidden=(units,), output=output, drift=0.0)
     h = rng.normal(size=(count + 1, d)).astype(np.float32)
-    y = rng.normal(size=(count + 1, outputs)).astype(np.float32)
-    show(
-        f"{d} → {units} → {outputs}",
-        timed({"drift=0": lambda i: head.update(h[i], y[i])}, count),
-        {"drift=0": head.nbytes},
-    )
+    y = rng.normal(size=(count + 1, outputs)) if output == "gaussian" else rng.integers(0, outputs, count + 1, np.int32)
+    label = f"{d} → {units} → {outputs}" + " classes" * (output == "softmax")
+    found = timed({"predict": lambda i: head.predict(h[i]), "observe": lambda i: head.observe(y[i])}, count)
+    found["update"] = found["predict"] + found["observe"]
+    show(label, found, {"update": head.nbytes})
 
 
 def bandwidth(d: int, outputs: int, lanes: int, count: int) -> None:
@@ -265,6 +264,7 @@ def main() -> None:
         chunk(512, 14, 100, 15)
         hidden(64, 128, 350, 15)
         hidden(64, 128, 1000, 15)
+        hidden(64, 128, 1000, 15, "softmax")
         classes(192, 60, 1000)
         readout(128, 1000, 32000, 64)
         for d, outputs, lanes in ((512, 350, 1), (512, 350, 8), (768, 8000, 1), (512, 8000, 8)):

@@ -131,10 +131,10 @@ class Filter : public FilterParts<T> {
     for (Index i = 0; i < K; ++i) mean[i] = measurement_.mean[i];
     if (total_var == nullptr) return;
     const bool of_labels = matches_moments(*cfg_);  // then the noise is all of the variance
-    const T *const dense = apart() || narrow() || of_labels ? nullptr : dense_cov();
+    const T *const classes = softmax_output() && !of_labels ? measurement_.softmax_var(output_cov()) : nullptr;
     for (Index i = 0; i < K; ++i) {
       T own = T(0);
-      if (!of_labels) own = dense != nullptr ? dense[i * K + i] : output_var(i / outputs(), i % outputs());
+      if (!of_labels) own = classes != nullptr ? classes[i] : output_var(i / outputs(), i % outputs());
       const T total = (own > T(0) ? own : T(0)) + observation_noise(i);
       total_var[i] = is_finite(total) ? total : std::numeric_limits<T>::max();
     }
@@ -148,7 +148,7 @@ class Filter : public FilterParts<T> {
       return through_.add_cov(layer.loops, layer.w.mean, units_cov(), weight, cov);
     }
     const Index K = rows_ * outputs();
-    const T *const dense = dense_cov();
+    const T *const dense = softmax_output() ? measurement_.softmax_cov(output_cov()) : output_cov();
     const auto known = [&](Index i) { return dense[i * K + i] > T(0); };
     for (Index i = 0; i < K; ++i) {
       for (Index k = 0; known(i) && k < K; ++k) cov[i * K + k] += known(k) ? weight * dense[i * K + k] : T(0);
@@ -156,19 +156,18 @@ class Filter : public FilterParts<T> {
   }
   // The same of its diagonal alone.
   void add_var(T weight, T *var) {
-    const Index n = outputs(), K = rows_ * n;
+    const Index n = outputs();
     const bool labels = apart() && softmax_output();
-    const T *const dense = apart() || narrow() ? nullptr : dense_cov();
+    const T *const classes = softmax_output() && !labels ? measurement_.softmax_var(output_cov()) : nullptr;
     const Cov<T> own = cov_out(0, rows_);
     const Apart<T> seen = outputs_at(own);
     for (Index a = 0; a < rows_; ++a) {
       typename Apart<T>::Others rest{};
       if (labels) rest = seen.others(a, a);
       for (Index i = 0; i < n; ++i) {
-        const T x = narrow()           ? output_var(a, i)
-                    : labels           ? seen.label_cov(a, i, a, i, rest)
-                    : dense == nullptr ? seen.unit(i) * seen.variance(a, a, i)
-                                       : dense[(a * n + i) * (K + 1)];
+        const T x = labels               ? seen.label_cov(a, i, a, i, rest)
+                    : classes != nullptr ? classes[a * n + i]
+                                         : output_var(a, i);
         var[a * n + i] += weight * (x > T(0) ? x : T(0));
       }
     }
@@ -284,12 +283,6 @@ class Filter : public FilterParts<T> {
   }
 
   const T *output_cov() const { return cov_[(layers() - 1) % 2]; }
-  // Of the observation; in the measurement's scratch, if a softmax is between.
-  const T *dense_cov() {
-    if (!softmax_output()) return output_cov();
-    measurement_.softmax_cov(output_cov(), measurement_.L, measurement_.X);
-    return measurement_.L;
-  }
   T observation_noise(Index i) const {  // (3.5)
     if (!fuse()) return T(0);
     const Index o = i % outputs();

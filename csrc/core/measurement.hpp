@@ -86,13 +86,27 @@ struct Measurement {
     }
   }
 
-  // Epistemic covariance of a softmax, J S_u J^T or (11.5). `out` is K x K; `scratch` as large.
-  void softmax_cov(const T *cov, T *out, T *scratch) const {
+  // Epistemic covariance of a softmax, J S_u J^T or (11.5), K x K; or its diagonal alone. In scratch.
+  KBT_SELDOM const T *softmax_cov(const T *cov) const {
+    const Index K = rows * n;
     for (Index a = 0; a < rows; ++a) {
-      softmax_jacobian(p + a * n, n, map + a * n * n);
-      if (moment) scale_map(a, T(1) / std::sqrt(scale[a]));
+      for (Index b = 0; b <= a; ++b) {
+        const SoftmaxBlock block = softmax_block(cov, a, b);
+        for (Index i = 0; i < n; ++i) {
+          for (Index k = 0; k < (a == b ? i + 1 : n); ++k) {
+            L[(a * n + i) * K + b * n + k] = L[(b * n + k) * K + a * n + i] = block.at(i, k);
+          }
+        }
+      }
     }
-    sandwich(cov, scratch, out);
+    return L;
+  }
+  KBT_SELDOM const T *softmax_var(const T *cov) const {
+    for (Index a = 0; a < rows; ++a) {
+      const SoftmaxBlock block = softmax_block(cov, a, a);
+      for (Index i = 0; i < n; ++i) L[a * n + i] = block.at(i, i);
+    }
+    return L;
   }
 
   // `fuse`: a Kalman update. Writes r and B into `adjoint` (whose rank is K), and N where it is wanted.
@@ -266,6 +280,44 @@ struct Measurement {
   }
 
  private:
+  // Rows of J sum to zero, so only differences of logits count. D is S_u, times the slopes, of the differences from the
+  // likeliest class of each row: nothing cancels where one class is nearly certain, or where all move together.
+  struct SoftmaxBlock {
+    Index n;
+    const T *q_a, *q_b, *D, *left, *right;  // left = D q_b, right = D^T q_a
+    T whole;                                // q_a^T D q_b
+    T at(Index i, Index k) const { return q_a[i] * q_b[k] * (D[i * n + k] - left[i] - right[k] + whole); }
+  };
+  __attribute__((noinline)) SoftmaxBlock softmax_block(const T *cov, Index a, Index b) const {
+    const T *const q_a = p + a * n, *const q_b = p + b * n;
+    const Index top_a = likeliest(q_a), top_b = likeliest(q_b);
+    T *const D = map, *const left = X, *const right = a == b ? left : X + n;
+    for (Index i = 0; i < n; ++i) {
+      VectorView<T> row = array(D + i * n, n);
+      row = constant_view<T>(cov + (a * n + i) * rows * n + b * n, n);
+      if (moment) row *= constant_view<T>(kappa + b * n, n);
+      row -= T(row[top_b]);
+      if (moment) row *= kappa[a * n + i] / (std::sqrt(scale[a]) * std::sqrt(scale[b]));
+    }
+    for (Index i = 0; i < n; ++i) {
+      if (i != top_a) axpy(D + i * n, T(-1), D + top_a * n, n);
+    }
+    fill(D + top_a * n, T(0), n);
+    if (a != b) fill(right, T(0), n);
+    T whole = T(0);
+    for (Index i = 0; i < n; ++i) {
+      left[i] = dot(D + i * n, q_b, n);
+      whole += q_a[i] * left[i];
+      if (a != b) axpy(right, q_a[i], D + i * n, n);
+    }
+    return {n, q_a, q_b, D, left, right, whole};
+  }
+  Index likeliest(const T *q) const {
+    Index best = 0;
+    for (Index i = 1; i < n; ++i) best = q[i] > q[best] ? i : best;
+    return best;
+  }
+
   void set_map(bool multinomial) {
     for (Index a = 0; a < rows; ++a) {
       const T *pa = p + a * n;

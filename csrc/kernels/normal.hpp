@@ -95,8 +95,9 @@ KBT_INLINE V exp_negative(const V &x) {
 }
 
 // Natural logarithm of a positive normal number: m 2^e with m in [sqrt(1/2), sqrt(2)), then 2 artanh((m-1)/(m+1)).
+// A function of its own: inlined, it makes the loops over members larger and slower.
 template <class T>
-T log_positive(T x) {
+__attribute__((noinline)) T log_positive(T x) {
   using B = Bits<T>;
   constexpr int kTerms = sizeof(T) == 4 ? 5 : 11;
   typename B::Int bits;

@@ -223,6 +223,24 @@ def test_the_variance_of_a_probability_is_near_that_of_monte_carlo() -> None:
         np.testing.assert_allclose(head.predict([0.0]).var, softmax(u).var(axis=0), rtol=0.6)
 
 
+@pytest.mark.parametrize("noise", ["multinomial", "constant"])
+@pytest.mark.parametrize("order", [0, 1])
+def test_the_covariance_of_a_nearly_certain_prediction_keeps_its_digits(noise: str, order: int) -> None:
+    """Variances down to 1e-14, in single precision as in double."""
+    h = np.array([[4.0, 0.1, -0.2, 0.3], [0.2, 3.0, 0.1, 0.0]])
+    settings: dict[str, Any] = dict(
+        hidden=(8,), output="softmax", drift=0.0, max_rows=2, prior_var=1e-3, noise=noise, softmax_order=order
+    )
+    for x in (h[:1], h):
+        single, double = (
+            kbt.Head(4 * np.eye(3, 4), dtype=dtype, **settings).predict(x)  # type: ignore[arg-type]
+            for dtype in ("float32", "float64")
+        )
+        assert double.var.min() < 1e-12
+        np.testing.assert_allclose(single.var, double.var, rtol=1e-5)
+        np.testing.assert_allclose(single.cov, double.cov, rtol=1e-5)
+
+
 def test_the_default_prior_narrows_with_the_width_of_h() -> None:
     for d, expected in ((4, 1.0), (16, 1.0), (64, 0.25)):
         assert kbt.Head(np.zeros((2, d)), output="softmax", drift=0.0).config["prior_var"] == pytest.approx((expected,))
