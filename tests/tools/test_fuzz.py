@@ -23,7 +23,9 @@ def test_the_seeds_are_what_their_maker_writes() -> None:
     maker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(maker)
     for target, files in maker.seeds().items():
-        assert {path.name: path.read_bytes() for path in (maker.CORPUS / target).iterdir()} == files
+        found = {path.name: path.read_bytes() for path in (maker.CORPUS / target).iterdir()}
+        earlier = {name for name, data in found.items() if target == "blob" and data[4] == 1}  # an earlier core's
+        assert {name: data for name, data in found.items() if name not in earlier} == files
 
 
 @pytest.mark.host_only("fuzzes Python code, which is the same everywhere")
