@@ -209,7 +209,8 @@ def show(figures: dict[str, Any]) -> None:
               f"(between the last two: {sweep['tail']:.3f}; budget {LARGEST_EXPONENT})")  # fmt: skip
         for d, stored, count in sweep["points"]:
             print(f"  d = {d:<4} factors {stored:>10,}  instructions {count:>12,}  per factor {count / stored:8.2f}")
-    print("\none linear layer, instructions against numbers   exponent  last two  per number")
+    if figures["sweep_one_layer"]:
+        print("\none linear layer, instructions against numbers   exponent  last two  per number")
     for name, sweep in figures["sweep_one_layer"].items():
         _, stored, count = sweep["points"][-1]
         print(f"  {name:<46}{sweep['exponent']:>10.3f}{sweep['tail']:>10.3f}{count / stored:>12.2f}")

@@ -21,14 +21,13 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import numpy as np  # noqa: E402
 import numpy.typing as npt  # noqa: E402
+from cost import OUTPUTS, WIDTHS, layer_numbers  # noqa: E402
 
 import kbt_edge as kbt  # noqa: E402
 from kbt_edge.bench.figures import fit_exponent  # noqa: E402
 
 Array = npt.NDArray[Any]
 Settings = dict[str, Any]
-WIDTHS = (16, 32, 64, 128, 256, 512, 1024)
-OUTPUTS = (1, 8, 32, 100, 350, 1000, 3000, 8000)
 LARGEST = 1 << 30  # bytes of a head
 SEED = 0
 
@@ -115,6 +114,25 @@ def hidden(d: int, units: int, outputs: int, count: int, output: Any = "gaussian
     show(label, found, {"update": head.nbytes})
 
 
+def one_by_one(d: int, units: int, outputs: int, rows: int, count: int) -> None:
+    """Rows behind hidden units in one update, beside as many updates: time of all, and the error at new inputs."""
+    rng = np.random.default_rng(SEED)
+    weight, bend = (rng.normal(size=(n, d)) / np.sqrt(d) for n in (outputs, d))
+    new = rng.normal(size=(500, d))
+    heads = {name: kbt.Head(weight, hidden=(units,), max_rows=most, drift=0.0)
+             for name, most in (("joint", rows), ("one by one", 1))}  # fmt: skip
+    h = rng.normal(size=(count + 1, rows, d))
+    y = np.tanh(h @ bend) @ weight.T + 0.05 * rng.normal(size=(count + 1, rows, outputs))
+    calls: dict[str, Callable[[int], object]] = {
+        "joint": lambda i: heads["joint"].update(h[i], y[i]),
+        "one by one": lambda i: [heads["one by one"].update(*row) for row in zip(h[i], y[i], strict=True)],
+    }
+    show(f"{d} → {units} → {rows} x {outputs}", timed(calls, count), {name: x.nbytes for name, x in heads.items()})
+    for name, head in heads.items():
+        errors = np.array([head.predict(x).mean.ravel() for x in new]) - np.tanh(new @ bend) @ weight.T
+        print(f"{'':28} {name:18} error after {(count + 1) * rows} rows: {np.sqrt(np.mean(errors**2)):.4f}")
+
+
 def bandwidth(d: int, outputs: int, lanes: int, count: int) -> None:
     """What an update moves through memory, beside a copy and a sum of arrays as large as the head."""
     head = kbt.Head(np.zeros((outputs, d)), max_memory=LARGEST, **({} if lanes > 1 else {"drift": 0.0}))
@@ -131,7 +149,7 @@ def bandwidth(d: int, outputs: int, lanes: int, count: int) -> None:
         count,
     )
     # Factor and means are read to predict, and read and written to learn.
-    moved = {"update": 3 * 4 * lanes * stored(d, outputs), "copy": 2 * source.nbytes, "sum": 3 * source.nbytes}
+    moved = {"update": 3 * 4 * lanes * layer_numbers(d, outputs), "copy": 2 * source.nbytes, "sum": 3 * source.nbytes}
     rates = [f"{name} {moved[name] / float(np.median(each)) / 1e9:.0f} GB/s" for name, each in found.items()]
     name = "default" if lanes > 1 else "drift=0"
     print(f"{f'{d} → {outputs}':28} {name:18} {head.nbytes / 1e6:9.2f} MB: {', '.join(rates)}")
@@ -189,12 +207,6 @@ def readout(d: int, count: int, outputs: int, top: int) -> None:
 # ---- growth ----------------------------------------------------------------------------------------------------------
 
 
-def stored(d: int, outputs: int) -> float:
-    """Numbers of one filter: a factor, and the means."""
-    m = d + 1
-    return m * (m + 1) / 2 + m * outputs
-
-
 def point(d: int, outputs: int, settings: Settings) -> tuple[float, int] | None:
     """Median seconds of an update, and bytes; None if the head is too large."""
     try:
@@ -203,7 +215,7 @@ def point(d: int, outputs: int, settings: Settings) -> tuple[float, int] | None:
         return None
     rng = np.random.default_rng(SEED)
     h, y = rng.normal(size=(16, d)).astype(np.float32), rng.normal(size=(16, outputs)).astype(np.float32)
-    count = 20 if stored(d, outputs) > 1e6 else 60
+    count = 20 if layer_numbers(d, outputs) > 1e6 else 60
     seconds = timed({"update": lambda i: head.update(h[i % 16], y[i % 16])}, count)["update"]
     return float(np.median(seconds)), head.nbytes
 
@@ -221,7 +233,7 @@ def growth(picture: Path) -> None:
         for colour, (name, settings) in zip(("tab:blue", "tab:orange"), kinds.items(), strict=True):
             for style, fixed in zip(("-o", "--s"), (1, 100) if axis == "width" else (64, 512), strict=True):
                 at = [(d, fixed) for d in WIDTHS] if axis == "width" else [(fixed, o) for o in OUTPUTS]
-                found = [(stored(*each), point(*each, settings)) for each in at]
+                found = [(layer_numbers(*each), point(*each, settings)) for each in at]
                 x = [numbers for numbers, each in found if each is not None]
                 seconds = [each[0] for _, each in found if each is not None]
                 nbytes = [each[1] for _, each in found if each is not None]
@@ -265,6 +277,7 @@ def main() -> None:
         hidden(64, 128, 350, 15)
         hidden(64, 128, 1000, 15)
         hidden(64, 128, 1000, 15, "softmax")
+        one_by_one(64, 128, 14, 20, 40)
         classes(192, 60, 1000)
         readout(128, 1000, 32000, 64)
         for d, outputs, lanes in ((512, 350, 1), (512, 350, 8), (768, 8000, 1), (512, 8000, 8)):

@@ -20,7 +20,7 @@ constexpr double kLeadRate = 0.5;          // nats per sample by which it must h
 constexpr double kMostProof = 24.0;        // nats: evidence beyond is not saved up for worse times
 constexpr double kFade = 0.998;            // of log weights per sample: they remember 500 samples
 constexpr double kShare = 1e-3;            // of the weights is spread evenly, so that no member is lost
-constexpr double kLeastLogWeight = -20.0;  // no log weight is below: kShare of the weights is spread evenly
+constexpr double kLeastLogWeight = -20.0;  // log weights stay above it, because of kShare
 constexpr int kSizeMemory = 1000;          // samples that the mean of |z|^2 remembers, and where ages stop
 
 struct MemberEvent {
